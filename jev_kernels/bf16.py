@@ -1,0 +1,69 @@
+"""BF16 held in uint16: what the numbers are, in NumPy's integer arithmetic, and the device functions that agree.
+
+A BF16 value is the upper half of a float32: sign, 8 exponent bits, 7 fraction bits. ``from_float32`` is the definition of
+rounding in this project: to the nearest, ties to the even neighbour, subnormals kept, overflow to infinity, and every
+NaN becomes ``NAN``. That is what the GPU's conversion instruction gives too, so that the two can be compared over all
+2^32 float32 patterns without an exception (``tests/gpu/test_bf16.py`` does).
+"""
+from __future__ import annotations
+
+import numpy as np
+
+NAN = 0x7FFF           # PTX's canonical BF16 NaN: quiet, positive
+
+
+def from_float32(x) -> np.ndarray:
+    """Round float32 [...] to BF16, as uint16 [...]: nearest, ties to even.
+
+    Raises TypeError for other dtypes: a float64 value must be rounded once, see ``from_float64``.
+    """
+    x = np.asarray(x)
+    if x.dtype != np.float32:
+        raise TypeError(f"from_float32 takes float32, got {x.dtype}")
+    bits = x.view(np.uint32)
+    # Half an ulp less one, plus one more when the kept part is odd. A carry runs into the exponent, which is right: from
+    # the largest subnormal to the smallest normal number, and from the largest finite number to infinity.
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), np.uint32(NAN), rounded).astype(np.uint16)
+
+
+def to_float32(x) -> np.ndarray:
+    """The values of BF16 in uint16 [...] as float32 [...]: exact. Raises TypeError for other dtypes."""
+    x = np.asarray(x)
+    if x.dtype != np.uint16:
+        raise TypeError(f"to_float32 takes uint16, got {x.dtype}")
+    return np.asarray(x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def from_float64(x) -> np.ndarray:
+    """Round float64 [...] to BF16, as uint16 [...], once.
+
+    float64 -> float32 -> BF16 would round twice, and a first rounding onto a tie sends the second the wrong way. So the
+    first step rounds to odd: a float32 that is not exact keeps the bits toward zero and gets an odd last one, which can
+    be neither a tie nor on the wrong side of one.
+    """
+    x = np.asarray(x, dtype=np.float64)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        near = x.astype(np.float32)
+        wide = near.astype(np.float64)
+        bits = near.view(np.uint32) - (np.abs(wide) > np.abs(x)).astype(np.uint32)     # one step toward zero
+        bits = bits | ((wide != x) & ~np.isnan(x)).astype(np.uint32)
+    return from_float32(np.asarray(bits).view(np.float32))
+
+
+def round_float64(x) -> np.ndarray:
+    """float64 [...] rounded once to BF16, the values as float64 [...]."""
+    return to_float32(from_float64(x)).astype(np.float64)
+
+
+def pack_pairs(x) -> np.ndarray:
+    """uint16 [..., 2n] as uint32 [..., n]: the first of each pair in the low half, as registers and memory hold them."""
+    x = np.asarray(x)
+    return x[..., 0::2].astype(np.uint32) | (x[..., 1::2].astype(np.uint32) << np.uint32(16))
+
+
+def unpack_pairs(x) -> np.ndarray:
+    """uint32 [..., n] as uint16 [..., 2n]: the inverse of ``pack_pairs``."""
+    x = np.asarray(x)
+    halves = np.stack([x & np.uint32(0xFFFF), x >> np.uint32(16)], axis=-1).astype(np.uint16)
+    return halves.reshape(*x.shape[:-1], 2 * x.shape[-1])

@@ -1,0 +1,142 @@
+"""Launches with what Numba's own launch lacks: clusters, programmatic dependent launch, more than 48 KB of shared memory.
+
+A ``Kernel`` is a Python function with an explicit Numba signature, compiled for the current device at first use and
+launched through ``cuLaunchKernelEx``. Under the CUDA simulator the same call runs the function there.
+"""
+from __future__ import annotations
+
+import ctypes
+
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.core import config
+
+_CTYPES = {types.int32: ctypes.c_int32, types.uint32: ctypes.c_uint32, types.int64: ctypes.c_int64,
+           types.uint64: ctypes.c_uint64, types.float32: ctypes.c_float, types.float64: ctypes.c_double}
+
+
+def check(result: tuple):
+    """The values of a cuda.bindings call, or RuntimeError with the driver's name for what went wrong."""
+    if int(result[0]):
+        from cuda.bindings import driver
+        name = driver.cuGetErrorName(result[0])[1] if isinstance(result[0], driver.CUresult) else result[0]
+        raise RuntimeError(f"CUDA: {name.decode() if isinstance(name, bytes) else name}")
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def address(array) -> int:
+    """Device address of an array's first element (of host memory, in the simulator)."""
+    if config.ENABLE_CUDASIM:
+        return array.__array_interface__["data"][0]
+    return array.__cuda_array_interface__["data"][0]
+
+
+def pack_argument(typ, value) -> tuple[list, list]:
+    """Values and ctypes of one kernel parameter as Numba's compiled code expects them.
+
+    An array is passed as two unused pointers, item count, item size, address, shape and strides in bytes.
+    """
+    if not isinstance(typ, types.Array):
+        return [value], [_CTYPES[typ]]
+    info = value.__cuda_array_interface__
+    shape = info["shape"]
+    itemsize = int(info["typestr"][2:])
+    strides = info.get("strides")
+    if strides is None:
+        strides, step = [], itemsize
+        for n in reversed(shape):
+            strides.insert(0, step)
+            step *= n
+    count = 1
+    for n in shape:
+        count *= n
+    flat = [0, 0, count, itemsize, info["data"][0], *shape, *strides]
+    return flat, [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 2 + [ctypes.c_void_p] + [ctypes.c_int64] * (2 * len(shape))
+
+
+class Kernel:
+    """One compiled kernel. ``kernel(stream, grid, *args)`` launches it.
+
+    function    a plain Python function, the kernel's source
+    signature   Numba types of its parameters, e.g. ``types.void(types.uint16[:, :], types.int32)``
+    threads     threads of a block: an int, or up to three dimensions
+    smem        bytes of dynamic shared memory
+    cluster     blocks of a thread-block cluster along x (sm_90)
+    """
+
+    def __init__(self, function, signature, threads, smem: int = 0, cluster: int = 1):
+        self.function, self.signature, self.smem, self.cluster = function, signature, smem, cluster
+        self.threads = tuple(threads) if isinstance(threads, (tuple, list)) else (threads,)
+        self.threads += (1,) * (3 - len(self.threads))
+        self.name = function.__name__
+        self._handle = self._jit = None
+
+    @property
+    def block_size(self) -> int:
+        return self.threads[0] * self.threads[1] * self.threads[2]
+
+    def compile_ptx(self, cc=(9, 0, "a")) -> str:
+        """PTX for a compute capability; needs no GPU."""
+        return cuda.compile_ptx(self.function, self.signature, cc=cc, launch_bounds=(self.block_size, 1))[0]
+
+    def handle(self):
+        """The CUfunction in the current context; compiles at first use."""
+        if self._handle is None:
+            from cuda.bindings import driver
+            self._jit = cuda.jit(self.signature, launch_bounds=(self.block_size, 1))(self.function)
+            library = next(iter(self._jit.overloads.values()))._codelibrary
+            handle = check(driver.cuKernelGetFunction(driver.CUkernel(int(library.get_cufunc().handle))))
+            if self.smem > 48 * 1024:
+                limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                check(driver.cuFuncSetAttribute(handle, limit, self.smem))
+            self._handle = handle
+        return self._handle
+
+    def __call__(self, stream, grid, *args, pdl: bool = False):
+        """Launch. stream: a Numba stream or a raw CUstream address; grid: an int or up to three dimensions.
+
+        pdl: programmatic dependent launch: the kernel may start before the previous one in the stream has finished,
+        and waits for it where it says ``pdl_wait``.
+        """
+        grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+        grid += (1,) * (3 - len(grid))
+        if len(args) != len(self.signature.args):
+            raise TypeError(f"{self.name} takes {len(self.signature.args)} arguments, got {len(args)}")
+        if config.ENABLE_CUDASIM:
+            if self._jit is None:
+                self._jit = cuda.jit(self.function)
+            self._jit[grid, self.threads, 0, self.smem](*args)
+            return
+        from cuda.bindings import driver
+        handle = self.handle()
+        values, ctyp = [], []
+        for typ, value in zip(self.signature.args, args):
+            v, c = pack_argument(typ, value)
+            values += v
+            ctyp += c
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.threads
+        launch.sharedMemBytes = self.smem
+        launch.hStream = driver.CUstream(stream_address(stream))
+        attributes = []
+        if self.cluster > 1:
+            a = driver.CUlaunchAttribute()
+            a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            a.value.clusterDim.x, a.value.clusterDim.y, a.value.clusterDim.z = self.cluster, 1, 1
+            attributes.append(a)
+        if pdl:
+            a = driver.CUlaunchAttribute()
+            a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            a.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(a)
+        launch.attrs, launch.numAttrs = attributes, len(attributes)
+        check(driver.cuLaunchKernelEx(launch, handle, (tuple(values), tuple(ctyp)), 0))
+
+
+def stream_address(stream) -> int:
+    """The raw CUstream of a Numba stream, a torch-like stream or an int (0: the default stream)."""
+    if isinstance(stream, int):
+        return stream
+    handle = getattr(stream, "handle", stream)
+    return int(getattr(handle, "value", handle) or 0)

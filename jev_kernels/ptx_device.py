@@ -1,0 +1,189 @@
+"""The intrinsics behind ``jev_kernels.ptx`` on a real GPU. Kernels import them from there.
+
+Every statement is volatile with a memory clobber unless it is ``pure``: LLVM then keeps such statements in program
+order, which barriers, asynchronous copies and wgmma need.
+"""
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+f32, i32, u16, u32, i64, u64, void = (
+    types.float32, types.int32, types.uint16, types.uint32, types.int64, types.uint64, types.void)
+LL = {f32: ir.FloatType(), i32: ir.IntType(32), u32: ir.IntType(32), i64: ir.IntType(64), u64: ir.IntType(64),
+      u16: ir.IntType(16), void: ir.VoidType()}
+
+
+def ptx(name, ret, args, text, constraints, pure=False):
+    """An intrinsic ``name(*args) -> ret`` that emits ``text``.
+
+    ret and each of args is a scalar type or a (type, n) pair: n registers, a tuple in Python. Operands are numbered
+    results first. Numba casts arguments to ``args`` by itself.
+    """
+    def flat(t):
+        return [t[0]] * t[1] if isinstance(t, tuple) else [] if t is void else [t]
+
+    def numba_type(t):
+        return types.UniTuple(*t) if isinstance(t, tuple) else t
+
+    outs, ins = flat(ret), [r for a in args for r in flat(a)]
+    if not outs:
+        out_ll = ir.VoidType()
+    elif len(outs) == 1:
+        out_ll = LL[outs[0]]
+    else:
+        out_ll = ir.LiteralStructType([LL[o] for o in outs])
+
+    def codegen(context, builder, sig, values):
+        ops = []
+        for a, v in zip(args, values):
+            ops += [builder.extract_value(v, i) for i in range(a[1])] if isinstance(a, tuple) else [v]
+        fn = ir.FunctionType(out_ll, [LL[r] for r in ins])
+        cons = constraints if pure else ",".join(filter(None, [constraints, "~{memory}"]))
+        out = builder.call(ir.InlineAsm(fn, text, cons, side_effect=not pure), ops)
+        if ret is void:
+            return context.get_dummy_value()
+        if isinstance(ret, tuple):
+            return context.make_tuple(builder, sig.return_type, [builder.extract_value(out, i) for i in range(ret[1])])
+        return out
+
+    scope = {"sig": numba_type(ret)(*map(numba_type, args)), "codegen": codegen}
+    params = "".join(f", a{i}" for i in range(len(args)))
+    exec(f"def {name}(typingctx{params}): return sig, codegen", scope)
+    return intrinsic(scope[name])
+
+
+# ---------------------------------------------------------------- addresses
+@intrinsic
+def smem_addr(typingctx, array):
+    """int32 address in the shared window of a shared array's first element."""
+    def codegen(context, builder, sig, args):
+        data = context.make_array(sig.args[0])(context, builder, args[0]).data
+        fn = ir.FunctionType(LL[u64], [LL[u64]])
+        asm = ir.InlineAsm(fn, "cvta.to.shared.u64 $0, $1;", "=l,l", side_effect=False)
+        return builder.trunc(builder.call(asm, [builder.ptrtoint(data, LL[u64])]), LL[i32])
+    return i32(array), codegen
+
+
+@intrinsic
+def gmem_addr(typingctx, array):
+    """uint64 device address of a global array's first element."""
+    def codegen(context, builder, sig, args):
+        data = context.make_array(sig.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, LL[u64])
+    return u64(array), codegen
+
+
+# ---------------------------------------------------------------- matrix fragments (sm_80)
+# D[16x8] += A[16x16] B[16x8], float32 accumulators. With g = lane / 4, t = lane % 4:
+#   D: d0, d1 = row g, columns 2t, 2t+1; d2, d3 = row g + 8.
+#   A: a0 = row g, k 2t, 2t+1; a1 = row g + 8; a2, a3 the same at k + 8.   B: b0 = k 2t, 2t+1, column g; b1: k + 8.
+mma = ptx("mma", (f32, 4), ((f32, 4), (u32, 4), u32, u32),
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+          "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r", pure=True)
+mma16 = ptx("mma16", (f32, 4), ((f32, 4), (u32, 4), u32, u32),                    # the same with float16 operands
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+            "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r", pure=True)
+# TF32: A[16x8]: a0 = row g, k t; a1 = row g + 8; a2, a3 the same at k + 4.   B[8x8]: b0 = k t, column g; b1: k + 4.
+mma_tf32 = ptx("mma_tf32", (f32, 4), ((f32, 4), (u32, 4), u32, u32),
+               "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+               "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r", pure=True)
+tf32 = ptx("tf32", u32, (f32,), "cvt.rna.tf32.f32 $0, $1;", "=r,f", pure=True)
+ldsm = ptx("ldsm", (u32, 4), (i32,),
+           "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r")
+ldsm_t = ptx("ldsm_t", (u32, 4), (i32,),
+             "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r")
+transpose8 = ptx("transpose8", u32, (u32,), "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
+
+# ---------------------------------------------------------------- conversions and fast functions
+pack = ptx("pack", u32, (f32, f32), "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", pure=True)   # first in the low half
+pack16 = ptx("pack16", u32, (f32, f32), "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", pure=True)  # float16, clamped
+low = ptx("low", f32, (u32,), "shl.b32 $0, $1, 16;", "=f,r", pure=True)                     # BF16 pair -> float32
+high = ptx("high", f32, (u32,), "and.b32 $0, $1, 0xffff0000;", "=f,r", pure=True)
+low16 = ptx("low16", f32, (u32,), "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "=f,r", pure=True)
+high16 = ptx("high16", f32, (u32,), "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", "=f,r", pure=True)
+mul_bf16x2 = ptx("mul_bf16x2", u32, (u32, u32), "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", pure=True)       # sm_90
+ex2 = ptx("ex2", f32, (f32,), "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
+rcp = ptx("rcp", f32, (f32,), "rcp.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
+rsqrt = ptx("rsqrt", f32, (f32,), "rsqrt.approx.f32 $0, $1;", "=f,f", pure=True)
+fma = ptx("fma", f32, (f32, f32, f32), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
+mul_rn = ptx("mul_rn", f32, (f32, f32), "mul.rn.f32 $0, $1, $2;", "=f,f,f", pure=True)      # never contracted to fma
+add_rn = ptx("add_rn", f32, (f32, f32), "add.rn.f32 $0, $1, $2;", "=f,f,f", pure=True)
+
+# ---------------------------------------------------------------- loads and stores
+lds = ptx("lds", f32, (i32,), "ld.shared.f32 $0, [$1];", "=f,r")
+lds_i32 = ptx("lds_i32", i32, (i32,), "ld.shared.s32 $0, [$1];", "=r,r")
+lds2 = ptx("lds2", (f32, 2), (i32,), "ld.shared.v2.f32 {$0,$1}, [$2];", "=f,=f,r")
+lds4 = ptx("lds4", (f32, 4), (i32,), "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "=f,=f,=f,=f,r")
+sts = ptx("sts", void, (i32, f32), "st.shared.f32 [$0], $1;", "r,f")
+sts2 = ptx("sts2", void, (i32, f32, f32), "st.shared.v2.f32 [$0], {$1,$2};", "r,f,f")
+sts_u32 = ptx("sts_u32", void, (i32, u32), "st.shared.b32 [$0], $1;", "r,r")
+sts_lo16 = ptx("sts_lo16", void, (i32, u32), "{ .reg .b16 a, b; mov.b32 {a, b}, $1; st.shared.b16 [$0], a; }", "r,r")
+ldg = ptx("ldg", f32, (u64,), "ld.global.f32 $0, [$1];", "=f,l")
+ldg_i32 = ptx("ldg_i32", i32, (u64,), "ld.global.s32 $0, [$1];", "=r,l")
+ldg_bf16 = ptx("ldg_bf16", f32, (u64,), "{ .reg .b16 a; ld.global.b16 a, [$1]; mov.b32 $0, {0, a}; }", "=f,l")
+ldg2 = ptx("ldg2", (f32, 2), (u64,), "ld.global.v2.f32 {$0,$1}, [$2];", "=f,=f,l")
+ldg_u32x4 = ptx("ldg_u32x4", (u32, 4), (u64,), "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l")
+stg = ptx("stg", void, (u64, f32), "st.global.f32 [$0], $1;", "l,f")
+stg2 = ptx("stg2", void, (u64, f32, f32), "st.global.v2.f32 [$0], {$1,$2};", "l,f,f")
+stg_u32 = ptx("stg_u32", void, (u64, u32), "st.global.b32 [$0], $1;", "l,r")
+stg_u32x4 = ptx("stg_u32x4", void, (u64, (u32, 4)), "st.global.v4.b32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r")
+prefetch_l2 = ptx("prefetch_l2", void, (u64,), "prefetch.global.L2 [$0];", "l")
+
+# ---------------------------------------------------------------- cp.async (sm_80)
+cp16 = ptx("cp16", void, (i32, u64, i32), "cp.async.cg.shared.global [$0], [$1], 16, $2;", "r,l,r")   # $2 = 0: zeros
+cp_commit = ptx("cp_commit", void, (), "cp.async.commit_group;", "")
+cp_wait0 = ptx("cp_wait0", void, (), "cp.async.wait_group 0;", "")
+cp_wait1 = ptx("cp_wait1", void, (), "cp.async.wait_group 1;", "")
+cp_wait_all = ptx("cp_wait_all", void, (), "cp.async.wait_all;", "")
+cp_arrive = ptx("cp_arrive", void, (i32,), "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r")
+
+# ---------------------------------------------------------------- mbarriers, clusters, bulk copies (sm_90)
+cta_rank = ptx("cta_rank", i32, (), "mov.u32 $0, %cluster_ctarank;", "=r")
+cluster_sync = ptx("cluster_sync", void, (), "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", "")
+mbar_init = ptx("mbar_init", void, (i32, i32), "mbarrier.init.shared::cta.b64 [$0], $1;", "r,r")
+mbar_fence = ptx("mbar_fence", void, (), "fence.mbarrier_init.release.cluster;", "")
+mbar_expect = ptx("mbar_expect", void, (i32, i32), "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r")
+mbar_arrive = ptx("mbar_arrive", void, (i32,), "mbarrier.arrive.shared::cta.b64 _, [$0];", "r")
+mbar_wait = ptx("mbar_wait", void, (i32, i32),                     # (barrier, parity); labels are local to the { } block
+                "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W; }", "r,r")
+# The same barrier in CTA $1 of the cluster. Do NOT spell out `.release.cluster`: ptxas then puts a MEMBAR.ALL.GPU before
+# every arrival. Nothing needs publishing by it: consumers only read, and wgmma.wait_group has said the reads are over.
+mbar_arrive_at = ptx("mbar_arrive_at", void, (i32, i32),
+                     "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1;"
+                     " mbarrier.arrive.shared::cluster.b64 _, [a]; }", "r,r")
+mbar_arrive_pair = ptx("mbar_arrive_pair", void, (i32, i32),       # (barrier, lane): lanes 0 and 1 arrive in CTAs 0 and 1
+                       "{ .reg .b32 a; .reg .pred p; setp.lt.s32 p, $1, 2; mapa.shared::cluster.u32 a, $0, $1;"
+                       " @p mbarrier.arrive.shared::cluster.b64 _, [a]; }", "r,r")
+mbar_arrive_lane0 = ptx("mbar_arrive_lane0", void, (i32, i32),     # (barrier, lane)
+                        "{ .reg .pred p; setp.eq.s32 p, $1, 0;"
+                        " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", "r,r")
+evict_first = ptx("evict_first", u64, (), "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l")
+evict_last = ptx("evict_last", u64, (), "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l")
+prefetch_tensormap = ptx("prefetch_tensormap", void, (u64,), "prefetch.tensormap [$0];", "l")
+_TMA = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+#                                  dst  map  col  row  bar  policy
+tma_load = ptx("tma_load", void, (i32, u64, i32, i32, i32, u64),
+               _TMA + ".L2::cache_hint [$0], [$1, {$2, $3}], [$4], $5;", "r,l,r,r,r,l")
+tma_multicast = ptx("tma_multicast", void, (i32, u64, i32, i32, i32, u16, u64),         # ... mask of CTAs, policy
+                    _TMA + ".multicast::cluster.L2::cache_hint [$0], [$1, {$2, $3}], [$4], $5, $6;",
+                    "r,l,r,r,r,h,l")
+tma_prefetch = ptx("tma_prefetch", void, (u64, i32, i32),          # a box into L2
+                   "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [$0, {$1, $2}];", "l,r,r")
+tma_store = ptx("tma_store", void, (i32, u64, i32, i32),
+                "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$1, {$2, $3}], [$0];", "r,l,r,r")
+tma_store_wait = ptx("tma_store_wait", void, (),
+                     "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;", "")
+bulk = ptx("bulk", void, (i32, u64, i32, i32),                     # (dst, src, bytes, barrier): contiguous
+           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "r,l,r,r")
+fence_async = ptx("fence_async", void, (), "fence.proxy.async.shared::cta;", "")   # ordinary accesses <-> TMA, wgmma
+
+# ---------------------------------------------------------------- warps, barriers, registers, dependent launches
+uniform = ptx("uniform", i32, (i32,), "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r")   # ptxas sees it uniform
+pick = ptx("pick", i32, (i32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")   # (value, lane)
+named_sync = ptx("named_sync", void, (i32, i32), "barrier.sync $0, $1;", "r,r")                     # (barrier, threads)
+more_registers = ptx("more_registers", void, (), "setmaxnreg.inc.sync.aligned.u32 232;", "")
+fewer_registers = ptx("fewer_registers", void, (), "setmaxnreg.dec.sync.aligned.u32 40;", "")
+pdl_launch = ptx("pdl_launch", void, (), "griddepcontrol.launch_dependents;", "")
+pdl_wait = ptx("pdl_wait", void, (), "griddepcontrol.wait;", "")
