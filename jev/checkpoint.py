@@ -1,0 +1,652 @@
+"""What the worker loads: pinned checkpoints, the export manifest, the decision head and memory-mapped weights.
+
+An export is a folder::
+
+    config.json                     the text model's configuration
+    tokenizer.json                  (and whatever other tokenizer files the base has)
+    model.safetensors               all weights in BF16; or model-0000n-of-0000m.safetensors shards
+    model.safetensors.index.json    with shards only: tensor name -> shard
+    open_jev_export.json            the manifest, written last: its presence says that the export is finished
+
+``open_export`` checks all of it before any weight is used and refuses with a ``CheckpointError`` that names the file
+and the field or tensor. Weights are BF16 bit patterns in ``uint16`` arrays over read-only memory maps: NumPy has no
+BF16, and nothing here needs torch.
+
+Tensors outside the text backbone that a full model carries (``visual.*``, ``lm_head.*``, ``mtp.*``) are ignored. Any
+other unexpected tensor is refused: a leftover LoRA matrix, a bias or a layer too many means that these are not the
+weights that the configuration describes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = "open-jev-text-merged/1"
+MANIFEST_FILE = "open_jev_export.json"
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_LENGTH_LIMIT = 16384
+SHARD_BYTES = 5 * 10**9
+DEMO_MODEL_ID = "open-jev-demo"
+PREFIXES = ("model.language_model.", "model.", "")
+OUTSIDE_TEXT = ("visual.", "lm_head.", "mtp.")
+LAYER_KINDS = ("linear_attention", "full_attention")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint or export that must not be served; the message says what is wrong and in which file."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pinned checkpoints
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """One released Open-Jev checkpoint: where it comes from, the names it answers to, and the backbone it expects."""
+
+    title: str
+    model_id: str
+    base_revision: str
+    checkpoint_repo: str
+    checkpoint_revision: str
+    alias: str
+    dims: Mapping[str, int]  # ModelConfig attribute -> value
+
+    def names(self) -> frozenset[str]:
+        """What a request may put in ``model``."""
+        return frozenset({self.model_id, "open-jev", "jev-latest", self.alias})
+
+
+def _dims(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, key_heads: int, value_heads: int):
+    return {"hidden_size": hidden, "intermediate_size": intermediate, "num_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": value_heads, "head_dim": 256, "rotary_dim": 64, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "conv_kernel": 4}
+
+
+PINNED = (
+    Pinned("Open-Jev-27B-v1.1", "Qwen/Qwen3.8-27B", "1d4bf0f2ff6012fd82039f2fa52739d0dd7c60c0",
+           "ZefanCai/Open-Jev-27B-v1.1", "28cf73067d5b337860bbef3c85b8b82ba8730956", "open-jev-27b-v1.1",
+           _dims(5120, 17408, 64, 24, 4, 16, 48)),
+    Pinned("Open-Jev-9B", "Qwen/Qwen3.5-9B", "c202236235762e1c871ad0ccb60c8ee5ba337b9a",
+           "ZefanCai/Open-Jev-9B", "47e966881e489511c0c7f5633a9e1960a676a551", "open-jev-9b",
+           _dims(4096, 12288, 32, 16, 4, 16, 32)),
+)
+# The demo checkpoint (jev/demo_checkpoint.py) has no release and no fixed dimensions.
+DEMO = Pinned("Open-Jev demo", DEMO_MODEL_ID, "demo", "", "demo", DEMO_MODEL_ID, {})
+
+
+def pinned(model_id: str) -> Pinned | None:
+    """The pinned checkpoint whose base is ``model_id``, or None."""
+    return next((p for p in PINNED if p.model_id == model_id), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JSON files
+
+
+class _Fields:
+    """Reads typed fields of one JSON object; every refusal names the file and the field."""
+
+    def __init__(self, where: str, data: Any) -> None:
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{where}: expected a JSON object")
+        self.where, self.data = where, data
+
+    def refuse(self, field: str, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {field}: {problem}")
+
+    def get(self, field: str) -> Any:
+        if field not in self.data:
+            raise self.refuse(field, "is missing")
+        return self.data[field]
+
+    def text(self, field: str) -> str:
+        value = self.get(field)
+        if not isinstance(value, str):
+            raise self.refuse(field, f"expected a string, found {value!r:.60}")
+        return value
+
+    def integer(self, field: str, low: int = 1, high: int = 2**31 - 1) -> int:
+        value = self.get(field)
+        if type(value) is not int or not low <= value <= high:
+            raise self.refuse(field, f"expected an integer in {low}..{high}, found {value!r:.60}")
+        return value
+
+    def number(self, field: str, positive: bool = True) -> float:
+        value = self.get(field)
+        good = type(value) in (int, float) and abs(value) <= 1.7976931348623157e308 and (value > 0 or not positive)
+        if not good:
+            raise self.refuse(field, f"expected a finite{' positive' * positive} number, found {value!r:.60}")
+        return float(value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a repeated key")
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """Parse a small JSON file; repeated keys are refused. Raises CheckpointError naming the file."""
+    try:
+        return json.loads(path.read_bytes(), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Dimensions of a Qwen3.5 / Qwen3.8 text backbone (names as in Transformers' Qwen3_5TextConfig, shortened)."""
+
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]  # each "linear_attention" or "full_attention"
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotary_dim: int  # leading dimensions of a head that RoPE turns
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    conv_kernel: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def key_dim(self) -> int:
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.key_dim + self.value_dim
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], where: str = CONFIG_FILE) -> ModelConfig:
+        """Read a ``config.json``: a text configuration, or a full one with the text part under ``text_config``.
+
+        RoPE's settings may sit in ``rope_parameters`` or at the top; layers in ``layer_types`` or, as every n-th being
+        full attention, ``full_attention_interval``. Raises CheckpointError naming ``where`` and the field.
+        """
+        top = _Fields(where, data)
+        f = _Fields(f"{where}: text_config", top.get("text_config")) if "text_config" in data else top
+        for fields, kinds in ((top, ("qwen3_5", "qwen3_5_text")), (f, ("qwen3_5_text",) if f is not top else ())):
+            if kinds and fields.data.get("model_type", kinds[0]) not in kinds:
+                raise fields.refuse("model_type", f"expected {' or '.join(kinds)}, "
+                                                  f"found {fields.data['model_type']!r:.60}")
+        for field, only in (("hidden_act", "silu"), ("attention_bias", False), ("attn_output_gate", True)):
+            if f.data.get(field, only) != only:
+                raise f.refuse(field, f"only {only!r} is supported, found {f.data[field]!r:.60}")
+        rope = f.data.get("rope_parameters")
+        rope = f if rope is None else _Fields(f"{f.where}: rope_parameters", {**f.data, **_Fields(f.where, rope).data})
+        if rope.data.get("rope_type", "default") != "default":
+            raise rope.refuse("rope_type", f"only 'default' is supported, found {rope.data['rope_type']!r:.60}")
+        rope.data.setdefault("partial_rotary_factor", 0.25)
+        head_dim = f.integer("head_dim")
+        config = cls(
+            hidden_size=f.integer("hidden_size"), intermediate_size=f.integer("intermediate_size"),
+            layer_types=_layer_types(f), num_attention_heads=f.integer("num_attention_heads"),
+            num_key_value_heads=f.integer("num_key_value_heads"), head_dim=head_dim,
+            rotary_dim=int(head_dim * rope.number("partial_rotary_factor")),
+            linear_num_key_heads=f.integer("linear_num_key_heads"),
+            linear_num_value_heads=f.integer("linear_num_value_heads"),
+            linear_key_head_dim=f.integer("linear_key_head_dim"),
+            linear_value_head_dim=f.integer("linear_value_head_dim"),
+            conv_kernel=f.integer("linear_conv_kernel_dim"), vocab_size=f.integer("vocab_size"),
+            rms_norm_eps=f.number("rms_norm_eps"), rope_theta=rope.number("rope_theta"))
+        if not 2 <= config.rotary_dim <= head_dim or config.rotary_dim % 2:
+            raise rope.refuse("partial_rotary_factor", f"gives {config.rotary_dim} of {head_dim} dimensions")
+        for heads, groups in (("num_attention_heads", "num_key_value_heads"),
+                              ("linear_num_value_heads", "linear_num_key_heads")):
+            if getattr(config, heads) % getattr(config, groups):
+                raise f.refuse(heads, f"{getattr(config, heads)} is not a multiple of {groups}, "
+                                      f"{getattr(config, groups)}")
+        return config
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name (without prefix) -> shape of every tensor of the text backbone, in the order they are written."""
+        h, inner, d = self.hidden_size, self.intermediate_size, self.head_dim
+        q, kv = self.num_attention_heads * d, self.num_key_value_heads * d
+        value_heads = self.linear_num_value_heads
+        mixers = {
+            "full_attention": {
+                "self_attn.q_proj.weight": (2 * q, h), "self_attn.k_proj.weight": (kv, h),
+                "self_attn.v_proj.weight": (kv, h), "self_attn.o_proj.weight": (h, q),
+                "self_attn.q_norm.weight": (d,), "self_attn.k_norm.weight": (d,)},
+            "linear_attention": {
+                "linear_attn.in_proj_qkv.weight": (self.conv_dim, h),
+                "linear_attn.in_proj_z.weight": (self.value_dim, h),
+                "linear_attn.in_proj_b.weight": (value_heads, h), "linear_attn.in_proj_a.weight": (value_heads, h),
+                "linear_attn.conv1d.weight": (self.conv_dim, 1, self.conv_kernel), "linear_attn.A_log": (value_heads,),
+                "linear_attn.dt_bias": (value_heads,), "linear_attn.norm.weight": (self.linear_value_head_dim,),
+                "linear_attn.out_proj.weight": (h, self.value_dim)}}
+        shared = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,),
+                  "mlp.gate_proj.weight": (inner, h), "mlp.up_proj.weight": (inner, h),
+                  "mlp.down_proj.weight": (h, inner)}
+        shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, h)}
+        for i, kind in enumerate(self.layer_types):
+            shapes.update({f"layers.{i}.{name}": shape for name, shape in (mixers[kind] | shared).items()})
+        return shapes | {"norm.weight": (h,)}
+
+
+def _layer_types(f: _Fields) -> tuple[str, ...]:
+    layers = f.integer("num_hidden_layers")
+    if f.data.get("layer_types") is None:
+        interval = f.integer("full_attention_interval")
+        return tuple(LAYER_KINDS[(i + 1) % interval == 0] for i in range(layers))
+    kinds = f.data["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_KINDS for kind in kinds):
+        raise f.refuse("layer_types", f"expected {layers} of {' or '.join(LAYER_KINDS)}")
+    return tuple(kinds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weight files
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: ``size`` bytes at byte ``start`` of ``path``."""
+
+    path: Path
+    dtype: str  # safetensors' name, such as "BF16"
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+_ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
+               "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file, after checking that they tile its data exactly, without gap or overlap.
+
+    Layout: 8 bytes little-endian length of the header, the header in JSON, then the data; ``data_offsets`` are relative
+    to the data. Raises CheckpointError naming the file and the tensor.
+    """
+    try:
+        with open(path, "rb") as file:
+            file_size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if file_size < 8 or not 2 <= length <= min(file_size - 8, 100_000_000):
+                raise CheckpointError(f"{path}: is not a complete safetensors file ({file_size} bytes)")
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the safetensors header is not valid JSON: {error}") from None
+    fields = _Fields(f"{path}", header)
+    entries: dict[str, TensorEntry] = {}
+    for name in header:
+        if name == "__metadata__":
+            continue
+        entry = _Fields(f"{path}: {name}", header[name])
+        dtype, shape, offsets = entry.text("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if dtype not in _ITEM_BYTES:
+            raise entry.refuse("dtype", f"unknown type {dtype!r:.40}")
+        if not _naturals(shape):
+            raise entry.refuse("shape", f"expected a list of integers, found {shape!r:.60}")
+        if not _naturals(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= file_size - 8 - length:
+            raise entry.refuse("data_offsets", f"{offsets!r:.60} do not lie within the file's "
+                                               f"{file_size - 8 - length} bytes of data: is it truncated?")
+        size = offsets[1] - offsets[0]
+        if size != math.prod(shape) * _ITEM_BYTES[dtype]:
+            raise entry.refuse("data_offsets", f"span {size} bytes, but {dtype} {shape} does not")
+        if (8 + length + offsets[0]) % _ITEM_BYTES[dtype] and dtype == "BF16":
+            raise entry.refuse("data_offsets", "BF16 data at an odd byte")
+        entries[name] = TensorEntry(path, dtype, tuple(shape), 8 + length + offsets[0], size)
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
+        if entry.start != end:
+            raise fields.refuse(name, "leaves a gap or overlaps another tensor")
+        end += entry.size
+    if end != file_size:
+        raise CheckpointError(f"{path}: {file_size - end} bytes after the last tensor")
+    return entries
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def read_headers(folder: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a model folder under its name in the files: ``model.safetensors``, or the shards of an index.
+
+    Raises CheckpointError naming the missing shard, or the tensor about which index and shard disagree.
+    """
+    single, index_path = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if single.exists() and index_path.exists():
+        raise CheckpointError(f"{folder}: has both {WEIGHTS_FILE} and {INDEX_FILE}: which holds the weights?")
+    if single.exists():
+        return read_header(single)
+    if not index_path.exists():
+        raise CheckpointError(f"{folder}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    index = _Fields(str(index_path), _Fields(str(index_path), read_json(index_path)).get("weight_map"))
+    shards: dict[str, dict[str, TensorEntry]] = {}
+    for name in index.data:
+        shard = index.text(name)
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise index.refuse(name, f"{shard!r:.80} is not the name of a safetensors file")
+        if shard not in shards:
+            if not (folder / shard).exists():
+                raise CheckpointError(f"{folder / shard}: this shard is missing ({INDEX_FILE} needs it for {name})")
+            shards[shard] = read_header(folder / shard)
+        if name not in shards[shard]:
+            raise index.refuse(name, f"is not in {shard}")
+    for shard, entries in shards.items():
+        for name in entries:
+            if index.data.get(name) != shard:
+                raise CheckpointError(f"{folder / shard}: {name}: {INDEX_FILE} does not place it in this shard")
+    return {name: shards[shard][name] for name, shard in index.data.items()}
+
+
+def text_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorEntry]:
+    """The text backbone's tensors of a model folder by bare name, checked against the configuration, in its order.
+
+    Raises CheckpointError for a tensor that is missing, repeated, unknown, of another shape or not BF16.
+    """
+    found: dict[str, TensorEntry] = {}
+    expected = config.tensor_shapes()
+    for full_name, entry in read_headers(folder).items():
+        name = full_name[len(next(p for p in PREFIXES if full_name.startswith(p))):]
+        if name.startswith(OUTSIDE_TEXT):
+            continue
+        if name not in expected:
+            raise CheckpointError(f"{entry.path}: {full_name}: is not a tensor of the {config.num_layers}-layer text "
+                                  f"backbone that {CONFIG_FILE} describes")
+        if name in found:
+            raise CheckpointError(f"{entry.path}: {full_name}: is also in {found[name].path.name} as another {name}")
+        if entry.dtype != "BF16":
+            raise CheckpointError(f"{entry.path}: {full_name}: expected BF16, found {entry.dtype}")
+        if entry.shape != expected[name]:
+            raise CheckpointError(f"{entry.path}: {full_name}: expected shape {list(expected[name])}, "
+                                  f"found {list(entry.shape)}")
+        found[name] = entry
+    for name in expected:
+        if name not in found:
+            raise CheckpointError(f"{folder}: {name}: this tensor is missing from the weights")
+    return {name: found[name] for name in expected}
+
+
+def map_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, np.ndarray]:
+    """Read-only uint16 views of BF16 tensors over one memory map per file; pages are read when touched."""
+    maps: dict[Path, mmap.mmap] = {}
+    arrays = {}
+    for name, entry in entries.items():
+        if entry.path not in maps:
+            with open(entry.path, "rb") as file:
+                maps[entry.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        flat = np.frombuffer(maps[entry.path], np.dtype("<u2"), entry.size // 2, entry.start)
+        arrays[name] = flat.reshape(entry.shape)
+    return arrays
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Manifest and head
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``open_jev_export.json``: which checkpoint this is, how to phrase a prompt, and the head's numbers."""
+
+    model_id: str
+    base_revision: str
+    checkpoint_revision: str
+    temperature: float
+    max_length: int  # tokens of one prompt
+    chat_prefix: str
+    chat_suffix: str
+    head_weight: tuple[float, ...]
+    head_bias: float
+    demo: bool = False
+    format: str = FORMAT
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = MANIFEST_FILE) -> Manifest:
+        """Check every field but the width of the head. Raises CheckpointError naming ``where`` and the field."""
+        f = _Fields(where, data)
+        if f.text("format") != FORMAT:
+            raise f.refuse("format", f"expected {FORMAT!r}, found {data['format']!r:.60}")
+        demo = data.get("demo", False)
+        if type(demo) is not bool or demo != (f.text("model_id") == DEMO_MODEL_ID):
+            raise f.refuse("demo", f"must be true for {DEMO_MODEL_ID} and absent for all else, found {demo!r:.60}")
+        source = DEMO if demo else pinned(f.text("model_id"))
+        if source is None:
+            raise f.refuse("model_id", f"expected {' or '.join(p.model_id for p in PINNED)}, "
+                                       f"found {data['model_id']!r:.60}")
+        for field in ("base_revision", "checkpoint_revision"):
+            if f.text(field) != getattr(source, field):
+                raise f.refuse(field, f"{source.title} is pinned to {getattr(source, field)}, "
+                                      f"found {data[field]!r:.60}")
+        weight = f.get("head_weight")
+        if not isinstance(weight, list) or not weight or any(type(w) not in (int, float) for w in weight):
+            raise f.refuse("head_weight", "expected a list of numbers")
+        for i, value in enumerate([*weight, f.get("head_bias")]):
+            name = f"head_weight[{i}]" if i < len(weight) else "head_bias"
+            # Beyond float32's range a number would become infinite in the head.
+            if type(value) not in (int, float) or not abs(value) <= 3.4028234663852886e38:
+                raise f.refuse(name, f"expected a finite float32 number, found {value!r:.60}")
+        return cls(data["model_id"], data["base_revision"], data["checkpoint_revision"], f.number("temperature"),
+                   f.integer("max_length", 1, MAX_LENGTH_LIMIT), f.text("chat_prefix"), f.text("chat_suffix"),
+                   tuple(map(float, weight)), float(data["head_bias"]), demo)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that ``from_json`` reads; ``demo`` appears in a demo's manifest only."""
+        fields = {"format": self.format, **asdict(self)}
+        return {name: value for name, value in fields.items() if name != "demo" or value}
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The decision head: ``float32(sum(float64(w) * float64(h))) + bias``, ``weight`` float32 [h], ``bias`` float32."""
+
+    weight: np.ndarray
+    bias: np.float32
+
+    def score(self, hidden: np.ndarray) -> np.ndarray:
+        """BF16 hidden states, uint16 [n, h] -> raw scores, float32 [n].
+
+        The products are exact in float64, and each row is summed alone in one fixed order (NumPy's pairwise order over
+        a contiguous row), so a score has the same bits whatever rows stand beside it; BLAS does not promise that.
+        """
+        if hidden.dtype != np.uint16 or hidden.ndim != 2 or hidden.shape[1] != self.weight.size:
+            raise ValueError(f"hidden: expected uint16 [n, {self.weight.size}], found {hidden.dtype} {hidden.shape}")
+        weight = self.weight.astype(np.float64)
+        scores = np.empty(len(hidden), np.float32)
+        for i, row in enumerate(hidden):
+            scores[i] = np.add.reduce((row.astype(np.uint32) << 16).view(np.float32) * weight)
+        return scores + self.bias
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exports
+
+
+@dataclass(frozen=True, eq=False)
+class Export:
+    """An export that passed every check of ``open_export``."""
+
+    path: Path
+    config: ModelConfig
+    manifest: Manifest  # max_length is the limit in force, after an override
+    head: Head
+    model_names: frozenset[str]
+    demo: bool
+    tokenizer_file: Path
+    tensors: Mapping[str, np.ndarray]  # bare name -> uint16 over a memory map, in the order of tensor_shapes()
+
+
+def open_export(path: str | Path, max_length: int | None = None) -> Export:
+    """Open the export folder ``path``; ``max_length``, if given, replaces the saved limit (1..16384 tokens).
+
+    Raises CheckpointError for a plain base model, an unfinished export, unknown or mismatched revisions, wrong
+    dimensions, a missing, misshapen, unknown or non-BF16 tensor, a bad head or setting.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such export folder")
+    if not (path / MANIFEST_FILE).exists():
+        kind = ("a plain base model or an unfinished export" if (path / CONFIG_FILE).exists() else "not an export")
+        raise CheckpointError(f"{path}: {kind}: it has no {MANIFEST_FILE}; make an export with `jev export`")
+    manifest = Manifest.from_json(read_json(path / MANIFEST_FILE), str(path / MANIFEST_FILE))
+    if max_length is not None:
+        if type(max_length) is not int or not 1 <= max_length <= MAX_LENGTH_LIMIT:
+            raise CheckpointError(f"max_length: expected 1..{MAX_LENGTH_LIMIT} tokens, found {max_length!r:.60}")
+        manifest = replace(manifest, max_length=max_length)
+    source = DEMO if manifest.demo else pinned(manifest.model_id)
+    config = ModelConfig.from_json(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE))
+    check_dims(config, source, str(path / CONFIG_FILE))
+    if len(manifest.head_weight) != config.hidden_size:
+        raise CheckpointError(f"{path / MANIFEST_FILE}: head_weight: expected {config.hidden_size} numbers, "
+                              f"found {len(manifest.head_weight)}")
+    if not (path / TOKENIZER_FILE).is_file():
+        raise CheckpointError(f"{path / TOKENIZER_FILE}: is missing")
+    tensors = map_tensors(text_tensors(path, config))
+    head = Head(np.array(manifest.head_weight, np.float32), np.float32(manifest.head_bias))
+    return Export(path, config, manifest, head, source.names(), manifest.demo, path / TOKENIZER_FILE, tensors)
+
+
+def check_dims(config: ModelConfig, source: Pinned, where: str) -> None:
+    """Raise CheckpointError for the first dimension of ``config`` that is not the pinned one."""
+    for name, value in source.dims.items():
+        if getattr(config, name) != value:
+            raise CheckpointError(f"{where}: {name}: {source.title} has {value}, found {getattr(config, name)}")
+
+
+def write_export(path: str | Path, config_json: Mapping[str, Any],
+                 tensors: Iterable[tuple[str, Iterable[np.ndarray]]], manifest: Manifest, files: Mapping[str, bytes], *,
+                 shard_bytes: int = SHARD_BYTES, replace_existing: bool = False,
+                 progress: Callable[[int], None] | None = None) -> None:
+    """Write an export, streaming its weights; ``path`` appears only once everything is on the disk.
+
+    tensors: bare name and little-endian uint16 pieces, whose bytes follow each other, for every tensor of
+        ``config_json`` in the order of ``ModelConfig.tensor_shapes``; consumed one piece at a time.
+    files: name -> contents of the tokenizer's files, ``tokenizer.json`` among them.
+    shard_bytes: the most bytes of tensors in one file (a larger tensor gets a file of its own).
+    progress: called with the number of bytes after each piece.
+
+    Work goes to ``<path>.unfinished`` beside ``path``; it is removed on an error. One left by a killed process is
+    refused, never reused: which of its bytes reached the disk is unknown. Raises CheckpointError for an existing path,
+    leftovers, a disk too small (before the first byte), or tensors other than those of the configuration.
+    """
+    path = Path(os.path.abspath(path))
+    work = path.with_name(f"{path.name}.unfinished")
+    if os.path.lexists(path) and not replace_existing:
+        raise CheckpointError(f"{path}: already exists; choose another folder")
+    if os.path.lexists(work):
+        raise CheckpointError(f"{work}: an earlier export stopped half-way, or one is running; once none is, "
+                              "remove this folder and start again")
+    config = ModelConfig.from_json(config_json)
+    plan = _plan_shards(config.tensor_shapes(), shard_bytes)
+    total = sum(2 * math.prod(shape) for shard in plan for shape in shard.values())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    needed, free = total + sum(map(len, files.values())) + 16 * 2**20, shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise CheckpointError(f"{path.parent}: the export needs {needed / 1e9:.2f} GB of disk, "
+                              f"{free / 1e9:.2f} GB are free")
+    work.mkdir()
+    try:
+        names = [WEIGHTS_FILE]
+        if len(plan) > 1:
+            names = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
+            index = {"metadata": {"total_size": total},
+                     "weight_map": {tensor: name for name, shard in zip(names, plan) for tensor in shard}}
+            _write(work / INDEX_FILE, json.dumps(index, indent=2).encode())
+        _write(work / CONFIG_FILE, json.dumps(config_json, indent=2).encode())
+        for name, contents in files.items():
+            _write(work / name, contents)
+        stream = iter(tensors)
+        for name, shard in zip(names, plan):
+            _write_shard(work / name, shard, stream, progress)
+        if next(stream, None) is not None:
+            raise CheckpointError(f"{path}: more tensors than the configuration has")
+        _write(work / f"{MANIFEST_FILE}.new", json.dumps(manifest.to_json(), allow_nan=False).encode() + b"\n")
+        os.replace(work / f"{MANIFEST_FILE}.new", work / MANIFEST_FILE)
+        if replace_existing and os.path.lexists(path):
+            shutil.rmtree(path)
+        os.rename(work, path)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _plan_shards(shapes: Mapping[str, tuple[int, ...]], shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
+    shards: list[dict[str, tuple[int, ...]]] = []
+    room = -1
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        if size > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = shape
+        room -= size
+    return shards
+
+
+def _write(path: Path, contents: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, progress) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + 2 * math.prod(shape)]}
+        end = header[name]["data_offsets"][1]
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(path, "xb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name, shape in shapes.items():
+            given, pieces = next(stream, (None, ()))
+            if given != name:
+                raise CheckpointError(f"{path}: expected tensor {name}, was given {given}")
+            left = 2 * math.prod(shape)
+            for piece in pieces:
+                if piece.dtype != np.dtype("<u2"):
+                    raise CheckpointError(f"{path}: {name}: expected uint16 (BF16 bits), was given {piece.dtype}")
+                left -= file.write(np.ascontiguousarray(piece))
+                if progress:
+                    progress(piece.nbytes)
+            if left:
+                raise CheckpointError(f"{path}: {name}: {left} bytes short of shape {list(shape)}")
+        file.flush()
+        os.fsync(file.fileno())
+        # A written shard will not be read again: give its page cache back before the next one.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
