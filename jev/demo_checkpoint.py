@@ -23,6 +23,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK_TOKENS = ("<think>", "</think>")  # recognised whole, but ordinary text to a decoder
 VOCAB_SIZE = 1280  # rows of the embedding; the tokenizer has fewer, as the real one does
 TEMPERATURE = 2.5
+HEAD_BIAS = 7.25  # puts the scores of seed 0 on both sides of zero
 MAX_LENGTH = 4096
 
 # How Qwen3.5's tokenizer cuts text before merging bytes: contractions, words with their marks, digits one by one,
@@ -159,7 +160,7 @@ def write_demo_checkpoint(path: str | Path, seed: int = 0, overwrite: bool = Fal
     head = np.random.default_rng([seed, 1]).standard_normal(config.hidden_size, np.float32)
     head *= np.float32(4 / np.sqrt(config.hidden_size))
     manifest = Manifest(DEMO.model_id, DEMO.base_revision, DEMO.checkpoint_revision, TEMPERATURE, MAX_LENGTH,
-                        CHAT_PREFIX, CHAT_SUFFIX, tuple(head.tolist()), 0.0, demo=True)
+                        CHAT_PREFIX, CHAT_SUFFIX, tuple(head.tolist()), HEAD_BIAS, demo=True)
     files = {"tokenizer.json": demo_tokenizer().to_str().encode(),
              "tokenizer_config.json": json.dumps(tokenizer_config, indent=2).encode()}
     write_export(path, config_json, demo_tensors(config, seed), manifest, files, replace_existing=overwrite)
