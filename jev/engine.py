@@ -1,0 +1,139 @@
+"""The worker without HTTP: a request's bytes in, the response object of the contract out.
+
+    bytes -> place in the queue -> questions and prompts -> token ids -> scores (shared forwards) -> typed answers
+
+``answer`` may be called from any number of threads. The backbone is only ever used by the scheduler's one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+from jev import contract
+from jev.backbone import Backbone, BackendError
+from jev.checkpoint import DEMO, MANIFEST_FILE, Export, pinned
+from jev.contract import ContractError
+from jev.processor import Processor
+from jev.row_pool import count_rows
+from jev.scheduler import Cancelled, InferenceError, QueueFull, Refused, Scheduler, ShuttingDown
+from jev.settings import Settings
+
+__all__ = ["Cancelled", "ContractError", "Engine", "InferenceError", "QueueFull", "Refused", "ShuttingDown"]
+
+logger = logging.getLogger("jev.engine")
+
+METHOD = "numba_merged_lora_decision_head"
+DEMO_NOTICE = "demo checkpoint with random weights: these answers are not decisions"
+WARM_UP = (b'{"state": "The worker has just started.", "questions": {'
+           b'"ready": {"type": "noul", "instructions": "Is the worker ready?"}}}')
+
+
+class Engine:
+    """Answers requests with one export on one backbone. Raises BackendError or InferenceError if it cannot start.
+
+    When the constructor returns, a real inference has run (``ready``). ``close`` ends the inference thread and closes
+    the backbone.
+    """
+
+    def __init__(self, export: Export, backbone: Backbone, settings: Settings) -> None:
+        self.export = export
+        self.backbone = backbone
+        manifest = export.manifest
+        self.max_rows = min(settings.batch_rows or backbone.max_rows, backbone.max_rows)
+        if manifest.max_length > self.max_rows:
+            raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
+                               f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH or raise OPEN_JEV_BATCH_ROWS")
+        self.processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix,
+                                   manifest.max_length)
+        if self.processor.vocab_size > export.config.vocab_size:
+            raise BackendError(f"{export.tokenizer_file}: knows {self.processor.vocab_size} tokens, the model only "
+                               f"{export.config.vocab_size}")
+        self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe)
+        self._warm_up = self.processor.encode(contract.parse_request(WARM_UP, export.model_names))
+        self.ready = False
+        try:
+            with self.scheduler.admit() as place:
+                self.scheduler.run(place, self._warm_up, count_rows(self._warm_up))
+        except InferenceError:
+            self.close()
+            raise
+        self.ready = True
+
+    def answer(self, body: bytes, cancelled: Callable[[], bool] | None = None) -> dict[str, Any]:
+        """Answer one request. ``cancelled`` says whether its client has gone.
+
+        Raises ContractError (422), QueueFull or ShuttingDown (503, with ``retry_after``), InferenceError (500), Cancelled.
+        """
+        with self.scheduler.admit(cancelled) as place:
+            request = contract.parse_request(body, self.export.model_names)
+            sequences = self.processor.encode(request)
+            rows = count_rows(sequences)
+            result = self.scheduler.run(place, sequences, rows)
+        ends = np.cumsum([len(question.parts) for question in request.questions])
+        try:
+            answers = contract.answers(request, np.split(result.scores, ends[:-1]), self.export.manifest.temperature)
+        except ValueError:                  # finite scores may still overflow over a tiny temperature
+            logger.error("the scores of a request gave no finite probabilities")
+            raise InferenceError("model inference failed") from None
+        manifest = self.export.manifest
+        metadata = {
+            "method": METHOD,
+            "temperature": manifest.temperature,
+            "candidate_sequences": len(sequences),
+            "inference_seconds": result.seconds,
+            "base_revision": manifest.base_revision,
+            "max_length": manifest.max_length,
+            # rows: distinct token rows of this request, whatever else shared the forward.
+            "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": rows},
+        }
+        if self.export.demo:
+            metadata |= {"demo": True, "notice": DEMO_NOTICE}
+        usage = {"input_tokens": sum(map(len, sequences)), "output_tokens": 0}
+        return {"model": manifest.model_id, "answers": answers, "usage": usage, "metadata": metadata}
+
+    def health(self) -> dict[str, Any]:
+        """The object of GET /health. ``status`` is "ready", "draining", or "failing" after a failed forward."""
+        status = "draining" if self.scheduler.draining else "ready" if self.ready else "failing"
+        health = {"status": status, "model": self.export.manifest.model_id}
+        return health | {"demo": True, "notice": DEMO_NOTICE} if self.export.demo else health
+
+    def models(self) -> dict[str, Any]:
+        """The object of GET /v1/models."""
+        model_id = self.export.manifest.model_id
+        source = DEMO if self.export.demo else pinned(model_id)
+        about = DEMO_NOTICE if self.export.demo else f"decision head and merged LoRA on {model_id}"
+        # Clients require a date, and the checkpoints state none: the day on which this export was made.
+        made = datetime.fromtimestamp((self.export.path / MANIFEST_FILE).stat().st_mtime, timezone.utc)
+        entry = {"id": model_id, "name": model_id, "description": f"{source.title}: {about}",
+                 "release_date": made.date().isoformat()}
+        return {"models": [entry], "aliases": sorted(self.export.model_names - {model_id})}
+
+    def drain(self) -> None:
+        """Admit nothing more (ShuttingDown); what was admitted is answered."""
+        self.scheduler.drain()
+
+    def close(self) -> None:
+        """Stop the inference thread, failing what still waits, and release the backbone."""
+        self.scheduler.close(timeout=5)
+        self.backbone.close()
+
+    def _infer(self, sequences: list[np.ndarray]) -> np.ndarray:
+        hidden, _ = self.backbone.hidden(sequences)
+        scores = self.export.head.score(hidden)
+        self.ready = True
+        return scores
+
+    def _probe(self) -> None:
+        """After a failed forward: does the backbone still work? Runs on the inference thread."""
+        self.ready = False
+        try:
+            scores = self._infer(self._warm_up)
+            self.ready = bool(np.isfinite(scores).all())
+        except Exception as error:
+            self.ready = False
+            logger.error("the backend does not recover (%s: %s); restart the worker", type(error).__name__, error)

@@ -1,0 +1,348 @@
+"""Admission, composition of forwards, fairness, failures and the end, without a model."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jev.row_pool import count_rows
+from jev.scheduler import (Cancelled, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose,
+                           row_costs)
+from tests.fakes import eventually
+
+
+def tokens(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def family(seed: int, count: int, prefix: int = 20, tail: int = 3) -> list[np.ndarray]:
+    """``count`` sequences that share ``prefix`` tokens, which no other seed has."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, 1000, prefix)
+    return [np.concatenate([[seed], shared, [2000 + i], rng.integers(0, 1000, tail)]).astype(np.int32)
+            for i in range(count)]
+
+
+def work(sequences: list[np.ndarray], next: int = 0) -> Work:
+    return Work(Place(None), sequences, count_rows(sequences), row_costs(sequences),
+                np.empty(len(sequences), np.float32), next)
+
+
+def score(sequences: list[np.ndarray]) -> np.ndarray:
+    return np.array([s.sum() for s in sequences], np.float32)
+
+
+class Gated:
+    """An ``infer`` that records its forwards and waits for a gate."""
+
+    def __init__(self, gate: bool = False) -> None:
+        self.gate, self.forwards, self.failure = threading.Event(), [], None
+        if not gate:
+            self.gate.set()
+
+    def __call__(self, sequences: list[np.ndarray]) -> np.ndarray:
+        self.forwards.append([tuple(s) for s in sequences])
+        assert self.gate.wait(30)
+        if self.failure is not None:
+            raise self.failure
+        return score(sequences)
+
+
+@pytest.fixture
+def start():
+    """start(infer, max_rows, capacity, after_failure) -> Scheduler, closed at the end."""
+    made = []
+
+    def start(infer, max_rows=1000, capacity=16, after_failure=lambda: None):
+        made.append(Scheduler(infer, max_rows, capacity, after_failure))
+        return made[-1]
+    yield start
+    for scheduler in made:
+        if isinstance(scheduler._infer, Gated):
+            scheduler._infer.gate.set()
+        scheduler.close(timeout=10)
+        assert not scheduler._thread.is_alive()
+
+
+def submit(scheduler: Scheduler, sequences: list[np.ndarray], cancelled=None):
+    with scheduler.admit(cancelled) as place:
+        return scheduler.run(place, sequences, count_rows(sequences))
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(64) as pool:
+        yield pool
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Composition
+
+
+def test_row_costs_follow_common_prefixes():
+    sequences = [tokens(1, 2, 3), tokens(1, 2, 4, 5), tokens(1, 2, 4, 5), tokens(7), tokens(7, 8)]
+    assert row_costs(sequences).tolist() == [0, 3, 5, 6, 7, 8]      # the duplicate still counts as one
+    assert count_rows(sequences) == 7
+
+
+sequence_sets = st.lists(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sequence_sets, st.integers(12, 60))
+def test_forwards_keep_to_the_budget_and_get_everyone_through(sets, max_rows):
+    works = [work([tokens(*ids) for ids in sequences]) for sequences in sets]
+    waiting, done, forwards = list(works), {id(w): [] for w in works}, 0
+    while waiting:
+        parts = compose(waiting, max_rows)
+        batch = [s for p in parts for s in p.work.sequences[p.start:p.end]]
+        assert parts[0].work is waiting[0] and batch
+        assert count_rows(batch) <= max_rows and len(batch) <= max_rows
+        for p in parts:
+            assert p.start == p.work.next
+            done[id(p.work)] += range(p.start, p.end)
+            p.work.next = p.end
+        served = {id(p.work) for p in parts}
+        rest = [w for w in waiting if id(w) not in served]
+        waiting = rest + [p.work for p in parts if p.work.next < len(p.work.sequences)]
+        forwards += 1
+    for w in works:
+        assert done[id(w)] == list(range(len(w.sequences)))
+    assert forwards <= sum(len(w.sequences) for w in works)
+
+
+def test_a_request_that_fits_is_never_split():
+    parts = compose([work(family(1, 50))], max_rows=21 + 50 * 4)
+    assert [(p.start, p.end) for p in parts] == [(0, 50)]
+
+
+def test_exact_rows_count_where_neighbours_share_less_than_the_trie():
+    # a, b, a', b': neighbours share one token, the trie shares far more.
+    a, b = [1] + [2] * 30, [1] + [3] * 30
+    sequences = [tokens(*a, 4), tokens(*b, 4), tokens(*a, 5), tokens(*b, 5)]
+    assert row_costs(sequences)[-1] > 100 > count_rows(sequences)
+    assert compose([work(sequences)], max_rows=100)[0].end == 4
+
+
+def test_small_requests_ride_along_with_a_large_one():
+    large, small = work(family(1, 500)), [work(family(i, 2)) for i in range(2, 8)]
+    parts = compose([large, *small], max_rows=600)
+    assert [p.end for p in parts[1:]] == [2] * 6                    # all of the small ones
+    assert 0 < parts[0].end < 500                                   # and as much of the large one as fits
+    rows = count_rows([s for p in parts for s in p.work.sequences[p.start:p.end]])
+    assert 590 <= rows <= 600
+
+
+def test_duplicates_do_not_make_a_forward_of_unlimited_width():
+    same = work([tokens(1, 2, 3)] * 5000)
+    assert compose([same], max_rows=100)[0].end <= 100
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def test_scores_come_back_in_order_from_one_thread(start, pool):
+    scheduler = start(Gated(), max_rows=200)
+    requests = [family(i, 1 + i % 40) for i in range(100)]
+    admitted = threading.Semaphore(16)
+
+    def ask(sequences):
+        with admitted:
+            return submit(scheduler, sequences)
+    for sequences, result in zip(requests, pool.map(ask, requests)):
+        assert result.scores.tolist() == score(sequences).tolist() and result.scores.dtype == np.float32
+    assert scheduler.admitted == 0
+
+
+def test_requests_that_wait_together_share_a_forward(start, pool):
+    infer = Gated(gate=True)
+    scheduler = start(infer)
+    first = pool.submit(submit, scheduler, family(0, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    others = [pool.submit(submit, scheduler, family(i, 3)) for i in range(1, 9)]
+    eventually(lambda: len(scheduler._waiting) == 8)
+    infer.gate.set()
+    assert [len(f.result(10).scores) for f in [first, *others]] == [1] + [3] * 8
+    assert [len(forward) for forward in infer.forwards] == [1, 24]
+
+
+def test_a_large_request_does_not_starve_small_ones(start, pool):
+    infer = Gated(gate=True)
+    scheduler = start(infer, max_rows=100)
+    large = pool.submit(submit, scheduler, family(1, 400))          # some 20 forwards alone
+    eventually(lambda: len(infer.forwards) == 1)
+    small = [pool.submit(submit, scheduler, family(i, 1)) for i in range(2, 6)]
+    eventually(lambda: len(scheduler._waiting) == 4)
+    infer.gate.set()
+    for future in small:
+        future.result(10)
+    positions = [next(n for n, f in enumerate(infer.forwards) if any(s[0] == i for s in f)) for i in range(2, 6)]
+    assert max(positions) <= 3, positions
+    assert large.result(10).scores.tolist() == score(family(1, 400)).tolist()
+    assert large.result().forwards > 10
+
+
+def test_small_ones_without_end_do_not_starve_a_large_request(start, pool):
+    scheduler = start(Gated(), max_rows=60, capacity=32)
+    stop = threading.Event()
+
+    def stream(seed):
+        while not stop.is_set():
+            submit(scheduler, family(seed, 1))
+    streams = [pool.submit(stream, i) for i in range(2, 10)]
+    try:
+        result = pool.submit(submit, scheduler, family(1, 100)).result(30)
+    finally:
+        stop.set()
+    assert result.scores.tolist() == score(family(1, 100)).tolist()
+    for future in streams:
+        future.result(10)
+
+
+def test_a_sequence_longer_than_a_forward_is_refused(start):
+    with pytest.raises(ValueError, match="does not fit"):
+        submit(start(Gated(), max_rows=10), [tokens(*range(11))])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Admission
+
+
+def test_full_queue_and_places_returned(start, pool):
+    infer = Gated(gate=True)
+    scheduler = start(infer, capacity=3)
+    futures = [pool.submit(submit, scheduler, family(i, 1)) for i in range(3)]
+    eventually(lambda: scheduler.admitted == 3)
+    with pytest.raises(QueueFull) as refused:
+        submit(scheduler, family(9, 1))
+    assert refused.value.retry_after >= 1
+    infer.gate.set()
+    for future in futures:
+        future.result(10)
+    assert submit(scheduler, family(9, 1)).scores.size == 1
+    assert scheduler.admitted == 0
+
+
+def test_a_client_that_hangs_up_frees_its_place(start, pool):
+    infer = Gated(gate=True)
+    scheduler = start(infer, capacity=3)
+    gone = threading.Event()
+    running = pool.submit(submit, scheduler, family(0, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    leaving = pool.submit(submit, scheduler, family(1, 1), gone.is_set)
+    staying = pool.submit(submit, scheduler, family(2, 1), lambda: False)
+    eventually(lambda: len(scheduler._waiting) == 2)
+    with pytest.raises(QueueFull):
+        submit(scheduler, family(3, 1))
+    gone.set()
+    newcomer = pool.submit(submit, scheduler, family(3, 1))         # gets the place while the forward still runs
+    with pytest.raises(Cancelled):
+        leaving.result(10)
+    eventually(lambda: len(scheduler._waiting) == 2)
+    infer.gate.set()
+    for future in (running, staying, newcomer):
+        future.result(10)
+    assert not any(s[0] == 1 for forward in infer.forwards for s in forward)    # and was never computed
+    assert scheduler.admitted == 0
+
+
+def test_a_request_that_is_gone_before_it_waits(start):
+    with pytest.raises(Cancelled):
+        submit(start(Gated()), family(1, 1), lambda: True)
+
+
+def test_an_error_before_the_forward_returns_the_place(start):
+    scheduler = start(Gated(), capacity=1)
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            with scheduler.admit():
+                raise KeyError
+    assert scheduler.admitted == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failure and the end
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("out of memory"), MemoryError(), SystemExit(3)])
+def test_a_failed_forward_fails_its_requests_only(start, pool, caplog, failure):
+    infer, probes = Gated(gate=True), []
+    scheduler = start(infer, after_failure=lambda: probes.append(len(infer.forwards)))
+    first = pool.submit(submit, scheduler, family(0, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    infer.failure = failure
+    infer.gate.set()
+    with pytest.raises(InferenceError, match="model inference failed"):
+        first.result(10)
+    infer.failure = None
+    assert submit(scheduler, family(1, 2)).scores.tolist() == score(family(1, 2)).tolist()
+    assert len(infer.forwards) == 2 and probes == [1]
+    assert type(failure).__name__ in caplog.text
+
+
+def test_a_score_that_is_not_finite_fails_its_request_only(start, pool):
+    entered, gate = threading.Event(), threading.Event()
+
+    def infer(sequences):
+        entered.set()
+        assert gate.wait(30)
+        return np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32)
+    scheduler = start(infer)
+    first = pool.submit(submit, scheduler, family(0, 1))
+    assert entered.wait(10)
+    good, bad = (pool.submit(submit, scheduler, family(i, 3)) for i in (1, 2))
+    eventually(lambda: len(scheduler._waiting) == 2)
+    gate.set()
+    assert first.result(10).scores.tolist() == [1.0]
+    assert good.result(10).scores.tolist() == [1.0] * 3
+    with pytest.raises(InferenceError):
+        bad.result(10)
+
+
+def test_the_rest_of_a_split_request_is_dropped_once_a_part_failed(start, pool):
+    calls = []
+
+    def infer(sequences):
+        calls.append(len(sequences))
+        raise RuntimeError("broken")
+    scheduler = start(infer, max_rows=60)
+    with pytest.raises(InferenceError):
+        submit(scheduler, family(1, 100))
+    assert len(calls) == 1 and scheduler.admitted == 0
+
+
+def test_drain_answers_what_was_admitted(start, pool):
+    infer = Gated(gate=True)
+    scheduler = start(infer)
+    futures = [pool.submit(submit, scheduler, family(i, 2)) for i in range(4)]
+    eventually(lambda: scheduler.admitted == 4)
+    scheduler.drain()
+    with pytest.raises(ShuttingDown) as refused:
+        submit(scheduler, family(9, 1))
+    assert refused.value.retry_after >= 1 and not scheduler.wait_idle(0.05)
+    infer.gate.set()
+    for future in futures:
+        future.result(10)
+    assert scheduler.wait_idle(10)
+
+
+def test_close_fails_what_still_waits(start, pool):
+    infer = Gated(gate=True)
+    scheduler = start(infer)
+    running = pool.submit(submit, scheduler, family(0, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    waiting = pool.submit(submit, scheduler, family(1, 1))
+    eventually(lambda: len(scheduler._waiting) == 1)
+    closer = pool.submit(scheduler.close, 10)
+    with pytest.raises(ShuttingDown):
+        waiting.result(10)
+    infer.gate.set()
+    assert running.result(10).scores.size == 1
+    closer.result(10)
