@@ -1,0 +1,197 @@
+"""Prompts to token ids: the chat template's prefix and suffix, and the checkpoint's own tokenizer.
+
+Whole prompts are what the model was trained on, so the ids are always those of tokenizing each whole prompt. With 255
+candidates over a 3,000-token state that would be 765,000 tokens of work, nearly all of it the same text again. For the
+tokenizers of the pinned checkpoints the parts of a prompt (see `contract`) can be tokenized apart, each once, with the
+very same ids: `separable` says when and why. Any other tokenizer gets each prompt whole.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, pre_tokenizers
+
+from jev.contract import MAX_ERRORS, ContractError, Question, Request
+from jev.strict_json import excerpt
+
+BATCH_CHARACTERS = 1 << 18
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Qwen3.5's split takes combining marks into the word they follow; Qwen2's does not.
+QWEN3_5_SPLIT = _WORDS % (r"[\p{L}\p{M}]", r"\p{L}\p{M}")
+QWEN2_SPLIT = _WORDS % (r"\p{L}", r"\p{L}")
+
+
+class ProcessorError(ValueError):
+    """A tokenizer.json that cannot serve the checkpoint."""
+
+
+def separable(config: dict[str, Any]) -> bool:
+    """Whether, for this tokenizer.json, ids(L + R) = ids(L) + ids(R) wherever L ends with a newline and R starts with an
+    ASCII letter.
+
+    It holds for byte-level BPE with NFC and the split of Qwen2 or Qwen3.5, stage by stage:
+      - Added tokens. None contains a newline, so none crosses; none strips or looks at its neighbours.
+      - NFC. An ASCII letter never composes with what precedes it, nor a newline with anything.
+      - Split. Matches follow each other without gaps, and where one starts only the text after it counts (the pattern
+        looks behind nowhere). No alternative can match a newline followed by a letter, so every split of L + R has a cut
+        between them, and R is split as if alone. In L the one look-ahead, `\\s+(?!\\S)`, could only see R from the last
+        run of white space; but that run ends with a newline, so that `[\\r\\n]*` or `\\s*[\\r\\n]+`, tried earlier, takes it
+        to its end either way.
+      - BPE works within the pieces of the split, and nothing is added at the ends.
+    """
+    model, steps = config.get("model") or {}, config.get("pre_tokenizer") or {}
+    return (
+        config.get("normalizer") == {"type": "NFC"}
+        and steps.get("type") == "Sequence"
+        and [_without(step, "trim_offsets") for step in steps.get("pretokenizers", [])]
+        in [
+            [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ]
+            for pattern in (QWEN3_5_SPLIT, QWEN2_SPLIT)
+        ]
+        and model.get("type") == "BPE"
+        and not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        and set(pre_tokenizers.ByteLevel.alphabet()) <= set(model.get("vocab", ()))
+        and not any(
+            "\n" in token["content"] or token["lstrip"] or token["rstrip"] or token["single_word"]
+            for token in config.get("added_tokens", [])
+        )
+    )
+
+
+def _without(step: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in step.items() if name != key}
+
+
+class Processor:
+    """A checkpoint's tokenizer and chat template.
+
+    tokenizer_path: the export's tokenizer.json. chat_prefix, chat_suffix: what the template puts around a prompt.
+    max_length: the most tokens a prompt may have. model_vocab_size: rows of the model's embedding, if known.
+    Raises ProcessorError for a file that is no tokenizer, or has an id that the embedding lacks.
+
+    vocab_size: one more than the largest id. separable: whether parts of prompts are tokenized apart.
+    """
+
+    def __init__(
+        self,
+        tokenizer_path: str | Path,
+        chat_prefix: str,
+        chat_suffix: str,
+        max_length: int,
+        model_vocab_size: int | None = None,
+    ):
+        try:
+            text = Path(tokenizer_path).read_text("utf-8")
+            config = json.loads(text)
+            self._tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise ProcessorError(f"{tokenizer_path}: not a readable tokenizer: {excerpt(str(error), 200)}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        last = max(vocabulary, key=vocabulary.__getitem__)
+        self.vocab_size = vocabulary[last] + 1
+        if model_vocab_size is not None and self.vocab_size > model_vocab_size:
+            raise ProcessorError(
+                f"{tokenizer_path}: token {excerpt(last)!r} has id {vocabulary[last]}, "
+                f"but the model's embedding has {model_vocab_size} rows"
+            )
+        self.max_length = max_length
+        self._prefix, self._suffix = chat_prefix, chat_suffix
+        self.separable = separable(config) and chat_prefix[-1:] in ("", "\n")
+        self._longest_token = max(map(len, vocabulary))
+
+    def encode(self, request: Request) -> list[np.ndarray]:
+        """Token ids, int32 [length], of every candidate's prompt, in the order of questions and prompts.
+
+        Raises ContractError (type "prompt_too_long") where prompts are longer than max_length; nothing is truncated.
+        """
+        return self._encode_parts(request) if self.separable else self._encode_whole(request)
+
+    def _encode_whole(self, request: Request) -> list[np.ndarray]:
+        sequences, errors = [], []
+        for question in request.questions:
+            for index, parts in enumerate(question.parts):
+                text = self._prefix + "".join(parts).strip() + self._suffix
+                sequences += self._encode_batch([text])
+                if len(sequences[-1]) > self.max_length:
+                    errors.append(self._too_long(question, index, str(len(sequences[-1]))))
+                    if len(errors) == MAX_ERRORS:
+                        raise ContractError(errors)
+        if errors:
+            raise ContractError(errors)
+        return sequences
+
+    def _encode_parts(self, request: Request) -> list[np.ndarray]:
+        """As _encode_whole. Prompts start with "Context:" and end with "No.", so stripping them changes nothing."""
+        candidates = [
+            (question, index, (self._prefix, *parts[:-1], parts[-1] + self._suffix))
+            for question in request.questions
+            for index, parts in enumerate(question.parts)
+        ]
+        texts = dict.fromkeys(text for _, _, candidate in candidates for text in candidate)
+        # Text that cannot fit is refused before the tokenizer spends seconds and gigabytes on it.
+        hopeless = {text: least for text in texts if (least := self._fewest_tokens(text)) > self.max_length}
+        ids = {} if hopeless else self._encode_texts(texts)
+        errors = []
+        for question, index, candidate in candidates:
+            if hopeless:
+                length = sum(hopeless.get(text, 0) for text in candidate)
+            else:
+                length = sum(len(ids[text]) for text in candidate)
+            if length > self.max_length:
+                errors.append(self._too_long(question, index, f"at least {length}" if hopeless else str(length)))
+                if len(errors) == MAX_ERRORS:
+                    break
+        if errors:
+            raise ContractError(errors)
+        return [np.concatenate([ids[text] for text in candidate]) for _, _, candidate in candidates]
+
+    def _fewest_tokens(self, text: str) -> int:
+        """A lower bound of the tokens in a text, without tokenizing it.
+
+        A token of byte-level BPE is at most _longest_token bytes, hence characters, long; NFC makes one character of at
+        most four (the longest canonical decomposition), and leaves ASCII alone.
+        """
+        characters = self._longest_token * (1 if text.isascii() or unicodedata.is_normalized("NFC", text) else 4)
+        return -(-len(text) // characters)
+
+    def _encode_texts(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
+        """Ids by text, in batches that bound the tokenizer's memory."""
+        ids: dict[str, np.ndarray] = {}
+        batch: list[str] = []
+        characters = 0
+        for text in texts:
+            if batch and characters + len(text) > BATCH_CHARACTERS:
+                ids.update(zip(batch, self._encode_batch(batch)))
+                batch, characters = [], 0
+            batch.append(text)
+            characters += len(text)
+        ids.update(zip(batch, self._encode_batch(batch)))
+        return ids
+
+    def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Releases the interpreter lock, and leaves out the offsets that nobody needs."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def _too_long(self, question: Question, index: int, length: str) -> dict[str, Any]:
+        candidate = "" if question.kind == "noul" else f", candidate {self._name(question, index)!r}"
+        msg = f"question {excerpt(question.id)!r}{candidate}: a prompt of {length} tokens; the limit is {self.max_length}"
+        return {"loc": question.candidate_loc(index), "msg": msg, "type": "prompt_too_long"}
+
+    @staticmethod
+    def _name(question: Question, index: int) -> str | int:
+        return excerpt(question.options[index]) if question.kind == "choice" else index
