@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.core import config
+from numba.cuda.np import numpy_support
 
 _CTYPES = {types.int32: ctypes.c_int32, types.uint32: ctypes.c_uint32, types.int64: ctypes.c_int64,
            types.uint64: ctypes.c_uint64, types.float32: ctypes.c_float, types.float64: ctypes.c_double}
@@ -27,7 +29,8 @@ def check(result: tuple):
 def address(array) -> int:
     """Device address of an array's first element (of host memory, in the simulator)."""
     if config.ENABLE_CUDASIM:
-        return array.__array_interface__["data"][0]
+        from jev_kernels import ptx_sim
+        return ptx_sim.register(array)
     return array.__cuda_array_interface__["data"][0]
 
 
@@ -52,6 +55,19 @@ def pack_argument(typ, value) -> tuple[list, list]:
         count *= n
     flat = [0, 0, count, itemsize, info["data"][0], *shape, *strides]
     return flat, [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 2 + [ctypes.c_void_p] + [ctypes.c_int64] * (2 * len(shape))
+
+
+def simulated_argument(typ, value):
+    """A kernel parameter for the simulator: checked against its type, which on a GPU nobody does."""
+    if isinstance(typ, types.Array):
+        if value.dtype != numpy_support.as_dtype(typ.dtype) or len(value.shape) != typ.ndim:
+            raise TypeError(f"expected {typ}, got {value.dtype} {tuple(value.shape)}")
+        return value
+    if isinstance(typ, types.Float):
+        return getattr(np, typ.name)(value)
+    if int(typ(value)) != int(value):
+        raise TypeError(f"{value} does not fit into {typ}")
+    return typ(value) if typ == types.uint64 else int(value)
 
 
 class Kernel:
@@ -103,9 +119,11 @@ class Kernel:
         if len(args) != len(self.signature.args):
             raise TypeError(f"{self.name} takes {len(self.signature.args)} arguments, got {len(args)}")
         if config.ENABLE_CUDASIM:
-            if self._jit is None:
-                self._jit = cuda.jit(self.function)
-            self._jit[grid, self.threads, 0, self.smem](*args)
+            from jev_kernels import ptx_sim
+            if self.cluster > 1:
+                raise NotImplementedError(f"{self.name} runs in clusters of {self.cluster}: not simulated")
+            args = [simulated_argument(t, a) for t, a in zip(self.signature.args, args)]
+            ptx_sim.launch(self.function, grid, self.threads, self.smem, args)
             return
         from cuda.bindings import driver
         handle = self.handle()

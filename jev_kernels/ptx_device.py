@@ -5,7 +5,10 @@ order, which barriers, asynchronous copies and wgmma need.
 """
 from __future__ import annotations
 
+import math
+
 from llvmlite import ir
+from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
@@ -15,11 +18,12 @@ LL = {f32: ir.FloatType(), i32: ir.IntType(32), u32: ir.IntType(32), i64: ir.Int
       u16: ir.IntType(16), void: ir.VoidType()}
 
 
-def ptx(name, ret, args, text, constraints, pure=False):
+def ptx(name, ret, args, text, constraints, pure=False, sim=None):
     """An intrinsic ``name(*args) -> ret`` that emits ``text``.
 
     ret and each of args is a scalar type or a (type, n) pair: n registers, a tuple in Python. Operands are numbered
-    results first. Numba casts arguments to ``args`` by itself.
+    results first. Numba casts arguments to ``args`` by itself. sim: a Python function that stands for the instruction
+    under the simulator, which uses ``ptx_sim.ptx`` in place of this.
     """
     def flat(t):
         return [t[0]] * t[1] if isinstance(t, tuple) else [] if t is void else [t]
@@ -104,12 +108,29 @@ high = ptx("high", f32, (u32,), "and.b32 $0, $1, 0xffff0000;", "=f,r", pure=True
 low16 = ptx("low16", f32, (u32,), "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "=f,r", pure=True)
 high16 = ptx("high16", f32, (u32,), "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", "=f,r", pure=True)
 mul_bf16x2 = ptx("mul_bf16x2", u32, (u32, u32), "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", pure=True)       # sm_90
+to_bf16 = ptx("to_bf16", u16, (f32,), "cvt.rn.bf16.f32 $0, $1;", "=h,f", pure=True)        # see jev_kernels.bf16
+from_bf16 = ptx("from_bf16", f32, (u16,), "mov.b32 $0, {0, $1};", "=f,h", pure=True)
+bits_f32 = ptx("bits_f32", u32, (f32,), "mov.b32 $0, $1;", "=r,f", pure=True)               # float32 -> its bits
+f32_bits = ptx("f32_bits", f32, (u32,), "mov.b32 $0, $1;", "=f,r", pure=True)               # bits -> float32
 ex2 = ptx("ex2", f32, (f32,), "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 rcp = ptx("rcp", f32, (f32,), "rcp.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 rsqrt = ptx("rsqrt", f32, (f32,), "rsqrt.approx.f32 $0, $1;", "=f,f", pure=True)
 fma = ptx("fma", f32, (f32, f32, f32), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
 mul_rn = ptx("mul_rn", f32, (f32, f32), "mul.rn.f32 $0, $1, $2;", "=f,f,f", pure=True)      # never contracted to fma
 add_rn = ptx("add_rn", f32, (f32, f32), "add.rn.f32 $0, $1, $2;", "=f,f,f", pure=True)
+
+
+@cuda.jit(device=True, inline="always")
+def exp(x):
+    """exp of a float32, at most 2 ulp off, subnormal results kept. (``math.exp`` is float64 under the simulator.)"""
+    return f32(math.exp(f32(x)))
+
+
+@cuda.jit(device=True, inline="always")
+def log1p(x):
+    """log(1 + x) of a float32, at most 2 ulp off."""
+    return f32(math.log1p(f32(x)))
+
 
 # ---------------------------------------------------------------- loads and stores
 lds = ptx("lds", f32, (i32,), "ld.shared.f32 $0, [$1];", "=f,r")
@@ -182,6 +203,13 @@ fence_async = ptx("fence_async", void, (), "fence.proxy.async.shared::cta;", "")
 # ---------------------------------------------------------------- warps, barriers, registers, dependent launches
 uniform = ptx("uniform", i32, (i32,), "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r")   # ptxas sees it uniform
 pick = ptx("pick", i32, (i32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")   # (value, lane)
+shfl_xor = ptx("shfl_xor", f32, (f32, i32), "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
+shfl_idx = ptx("shfl_idx", f32, (f32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
+shfl_up = ptx("shfl_up", f32, (f32, i32), "shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "=f,f,r")      # own below lane n
+shfl_down = ptx("shfl_down", f32, (f32, i32), "shfl.sync.down.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
+shfl_xor_u32 = ptx("shfl_xor_u32", u32, (u32, i32), "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")
+shfl_idx_u32 = ptx("shfl_idx_u32", u32, (u32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")
+ballot = ptx("ballot", u32, (i32,), "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "=r,r")
 named_sync = ptx("named_sync", void, (i32, i32), "barrier.sync $0, $1;", "r,r")                     # (barrier, threads)
 more_registers = ptx("more_registers", void, (), "setmaxnreg.inc.sync.aligned.u32 232;", "")
 fewer_registers = ptx("fewer_registers", void, (), "setmaxnreg.dec.sync.aligned.u32 40;", "")
