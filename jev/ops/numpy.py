@@ -1,0 +1,110 @@
+"""The operations in NumPy float64: with the model's BF16 rounding points, or without any rounding."""
+from __future__ import annotations
+
+import numpy as np
+
+from jev.checkpoint import ModelConfig
+from jev.row_pool import RowPool
+from jev.weights import attention_columns, gdn_columns
+from jev_kernels import bf16, reference
+
+# BLAS may order its sums differently for different numbers of rows, so every product here takes this many (the last
+# block is filled up with zeros): a row's bits then do not depend on how many others there are.
+ROW_BLOCK = 32
+
+
+class NumpyOps:
+    """``Ops`` over float64 arrays. precision "bf16": rounds where the model does; "float64": nowhere.
+
+    Raises ValueError for another precision.
+    """
+
+    def __init__(self, config: ModelConfig, precision: str = "bf16", max_length: int = 4096):
+        if precision not in ("bf16", "float64"):
+            raise ValueError(f"precision must be bf16 or float64, not {precision!r}")
+        self.config, self.precision = config, precision
+        self.r = bf16.round_float64 if precision == "bf16" else reference.exact
+        self.attention, self.gdn = attention_columns(config), gdn_columns(config)
+        half = config.rotary_dim // 2
+        if precision == "bf16":
+            table = bf16.to_float32(reference.rope_table(max_length, config.rotary_dim, config.rope_theta)).astype(np.float64)
+            self.cos, self.sin = table[:, :half], table[:, half:]
+        else:
+            frequency = config.rope_theta ** -(np.arange(0, config.rotary_dim, 2) / config.rotary_dim)
+            angle = np.arange(max_length)[:, None] * frequency
+            self.cos, self.sin = np.cos(angle), np.sin(angle)
+
+    def load(self, specs, tensors, progress=None):
+        held = {}
+        for spec in specs:
+            pieces = [p.reshape(-1, *spec.shape[1:]) for p in spec.pieces(tensors)]
+            held[spec.key] = bf16.to_float32(np.concatenate(pieces)).astype(np.float64)
+            if progress:
+                progress(held[spec.key].size * 2)
+        return held
+
+    def store(self, x: np.ndarray) -> np.ndarray:
+        """Activations as they leave the backbone: BF16 (uint16), or float64 in that precision."""
+        return bf16.from_float32(x.astype(np.float32)) if self.precision == "bf16" else x
+
+    def embed(self, table, pool: RowPool):
+        return reference.embed(table, pool.ids)
+
+    def rms_norm(self, x, weight):
+        return reference.rms_norm(x, weight, self.config.rms_norm_eps, self.r)
+
+    def add_rms_norm(self, residual, delta, weight):
+        return reference.add_rms_norm(residual, delta, weight, self.config.rms_norm_eps, self.r)
+
+    def linear(self, x, weight):
+        rows = -(-len(x) // ROW_BLOCK) * ROW_BLOCK
+        blocks = np.zeros((rows, x.shape[1]))
+        blocks[:len(x)] = x
+        y = np.empty((rows, len(weight)))
+        for at in range(0, rows, ROW_BLOCK):
+            np.matmul(blocks[at:at + ROW_BLOCK], weight.T, out=y[at:at + ROW_BLOCK])
+        return self.r(y[:len(x)])
+
+    def gdn_conv(self, projected, weight, pool: RowPool):
+        return reference.gdn_conv(projected[:, self.gdn["qkv"]], pool.parents, weight, self.r)
+
+    def gdn_gates(self, projected, a_log, dt_bias):
+        return reference.gdn_gates(projected[:, self.gdn["b"]], projected[:, self.gdn["a"]], a_log, dt_bias, self.r)
+
+    def gated_delta_rule(self, qkv, g, beta, pool: RowPool):
+        c = self.config
+        q, k, v = np.split(qkv, [c.key_dim, 2 * c.key_dim], axis=1)
+        q, k = (x.reshape(len(x), c.linear_num_key_heads, c.linear_key_head_dim) for x in (q, k))
+        v = v.reshape(len(v), c.linear_num_value_heads, c.linear_value_head_dim)
+        o = reference.gated_delta_rule_chunked(q, k, v, g, beta, pool, self.r)
+        return o.reshape(len(o), c.value_dim)
+
+    def gated_rms_norm(self, o, projected, weight):
+        heads = (len(o), self.config.linear_num_value_heads, self.config.linear_value_head_dim)
+        z = projected[:, self.gdn["z"]].reshape(heads)
+        out = reference.gated_rms_norm(o.reshape(heads), z, weight, self.config.rms_norm_eps, self.r)
+        return out.reshape(len(o), self.config.value_dim)
+
+    def qk_rope(self, projected, q_norm, k_norm, pool: RowPool):
+        q, k = (self._heads(projected, name) for name in "qk")
+        at = pool.positions
+        q, k = reference.qk_rope(q, k, q_norm, k_norm, self.cos[at], self.sin[at], self.config.rms_norm_eps, self.r)
+        out = projected.copy()
+        out[:, self.attention["q"]] = q.reshape(len(q), -1)
+        out[:, self.attention["k"]] = k.reshape(len(k), -1)
+        return out
+
+    def gated_attention(self, projected, pool: RowPool):
+        q, gate, k, v = (self._heads(projected, name) for name in ("q", "gate", "k", "v"))
+        out = reference.gated_attention(q, k, v, gate, pool.branches, self.config.head_dim ** -0.5, self.r)
+        return out.reshape(len(out), -1)
+
+    def _heads(self, projected, name: str):
+        x = projected[:, self.attention[name]]
+        return x.reshape(len(x), -1, self.config.head_dim)
+
+    def silu_mul(self, gate_up):
+        return reference.silu_mul(gate_up, self.r)
+
+    def gather_rows(self, x, pool: RowPool):
+        return reference.gather_rows(x, pool.last_rows)

@@ -1,0 +1,220 @@
+"""The float64 NumPy statement of every operation of the backbone, one function each, named as the kernels are.
+
+Values are float64 arrays. Where the model rounds to BF16 a function calls ``r``: pass ``bf16.round_float64`` for the
+model as it runs (every rounding point of the BF16 model, float64 between them), or ``exact`` for the same function in
+float64 throughout, which is what error is measured against. NumpyOps runs on these functions; kernels are held to them.
+
+Shapes: T rows, h hidden size, Hq/Hk query/key heads of dim D, Lk/Lv linear key/value heads of dims dk/dv. Rows are nodes
+of a token trie in depth-first order: ``parents[t]`` is the row of the previous token, -1 at a sequence's start, and a
+parent always has a smaller index. Source of the formulas: ``transformers.models.qwen3_5.modeling_qwen3_5`` (5.10.2);
+the gated delta rule is that of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from jev_kernels import bf16
+from jev_kernels.pool import CHUNK
+
+L2_EPS = 1e-6          # of the q and k normalisation inside the gated delta rule
+
+
+def exact(x: np.ndarray) -> np.ndarray:
+    """The rounding function that does not round."""
+    return x
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)) without overflow."""
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def softplus(x: np.ndarray) -> np.ndarray:
+    """log(1 + exp(x)); x itself above 20, as PyTorch's softplus."""
+    return np.where(x > 20.0, x, np.log1p(np.exp(np.minimum(x, 20.0))))
+
+
+def embed(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Rows ``ids`` [T] of the embedding table [V, h]."""
+    return table[ids]
+
+
+def gather_rows(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Rows ``rows`` of x."""
+    return x[rows]
+
+
+def linear(x: np.ndarray, weight: np.ndarray, r=exact) -> np.ndarray:
+    """r(x W^T): x [T, K], weight [N, K]."""
+    return r(x @ weight.T)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, r=exact) -> np.ndarray:
+    """r(x * rsqrt(mean(x^2) + eps) * (1 + w)) over the last axis; one rounding."""
+    return r(x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * (1.0 + weight))
+
+
+def add_rms_norm(residual, delta, weight, eps: float, r=exact) -> tuple[np.ndarray, np.ndarray]:
+    """(res, norm): res = r(residual + delta) is kept, norm = rms_norm of the rounded res."""
+    residual = r(residual + delta)
+    return residual, rms_norm(residual, weight, eps, r)
+
+
+def silu_mul(gate_up: np.ndarray, r=exact) -> np.ndarray:
+    """r( r(silu(g)) * u ) where g | u are the halves of a row [T, 2I]."""
+    g, u = np.split(gate_up, 2, axis=-1)
+    return r(r(silu(g)) * u)
+
+
+def gated_rms_norm(o: np.ndarray, z: np.ndarray, weight: np.ndarray, eps: float, r=exact) -> np.ndarray:
+    """Per head [.., dv]: n = r(o * rsqrt(mean(o^2) + eps)); m = r(w * n); r(m * silu(z))."""
+    n = r(o / np.sqrt(np.mean(o * o, -1, keepdims=True) + eps))
+    return r(r(weight * n) * silu(z))
+
+
+def rope_table(max_length: int, rotary_dim: int, theta: float) -> np.ndarray:
+    """uint16 [max_length, rotary_dim]: r(cos) | r(sin) of position * theta^(-2i / rotary_dim), computed in float32.
+
+    The float32 steps are Transformers': inverse frequencies first, then their products with positions.
+    """
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    frequency = np.float32(1) / np.power(np.float32(theta), exponents)
+    angle = np.arange(max_length, dtype=np.float32)[:, None] * frequency
+    return bf16.from_float32(np.concatenate([np.cos(angle), np.sin(angle)], axis=1))
+
+
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, r=exact) -> np.ndarray:
+    """RoPE on the first 2 * cos.shape[-1] dims of x [T, H, D]: pairs (i, i + half); y = r( r(x c) + r(rot(x) s) ).
+
+    cos, sin [T, half] already rounded as the model rounds them. rot(x) = (-x[i + half], x[i]).
+    """
+    half = cos.shape[-1]
+    c, s = cos[:, None, :], sin[:, None, :]
+    a, b = x[..., :half], x[..., half:2 * half]
+    return np.concatenate([r(r(a * c) - r(b * s)), r(r(b * c) + r(a * s)), x[..., 2 * half:]], axis=-1)
+
+
+def qk_rope(q, k, q_weight, k_weight, cos, sin, eps: float, r=exact) -> tuple[np.ndarray, np.ndarray]:
+    """Per head: rms_norm with (1 + w), rounded, then RoPE. q [T, Hq, D], k [T, Hk, D]; cos, sin [T, rotary / 2]."""
+    return (rotate(rms_norm(q, q_weight, eps, r), cos, sin, r), rotate(rms_norm(k, k_weight, eps, r), cos, sin, r))
+
+
+def gdn_conv(x: np.ndarray, parents: np.ndarray, weight: np.ndarray, r=exact) -> np.ndarray:
+    """Causal depthwise convolution along each row's path, then SiLU: r(silu(r(sum_j w_j x[t - taps + 1 + j]))).
+
+    x [T, C]; weight [C, taps], the last tap is the row itself; zero before a sequence's start.
+    """
+    padded = np.concatenate([x, np.zeros((1, x.shape[1]), x.dtype)])            # row -1 is the zero row
+    up = np.append(parents, -1)
+    row = np.arange(len(x))
+    total = np.zeros_like(x)
+    for tap in range(weight.shape[1] - 1, -1, -1):
+        total += padded[row] * weight[:, tap]
+        row = up[row]
+    return r(silu(r(total)))
+
+
+def gdn_gates(b, a, a_log, dt_bias, r=exact) -> tuple[np.ndarray, np.ndarray]:
+    """(g, beta): g = -exp(A_log) * softplus(a + dt_bias), never rounded; beta = r(sigmoid(b)). b, a [T, Lv]."""
+    return -np.exp(a_log) * softplus(a + dt_bias), r(sigmoid(b))
+
+
+def _normalised(q, k, heads: int):
+    """q / (|q| sqrt(dk)) and k / |k| per head, each key head repeated for its value heads. q, k [T, Lk, dk]."""
+    q = q / np.sqrt((q * q).sum(-1, keepdims=True) + L2_EPS) / np.sqrt(q.shape[-1])
+    k = k / np.sqrt((k * k).sum(-1, keepdims=True) + L2_EPS)
+    repeat = heads // q.shape[1]
+    return np.repeat(q, repeat, axis=1), np.repeat(k, repeat, axis=1)
+
+
+def gated_delta_rule(q, k, v, g, beta, parents, r=exact) -> np.ndarray:
+    """The recurrence, token by token along each path; the state starts at 0. Returns r(o) [T, Lv, dv].
+
+    S *= exp(g);  d = beta (v - S^T k);  S += k d^T;  o = S^T q      with S [dk, dv] per value head,
+    q = q / |q| / sqrt(dk), k = k / |k| of key head hv // (Lv / Lk). q, k [T, Lk, dk]; v [T, Lv, dv]; g, beta [T, Lv].
+    """
+    q, k = _normalised(q, k, v.shape[1])
+    decay = np.exp(g)
+    children = np.bincount(parents[parents >= 0], minlength=len(q))
+    states: dict[int, np.ndarray] = {}
+    out = np.empty_like(v)
+    for t, parent in enumerate(parents):
+        if parent < 0:
+            state = np.zeros((v.shape[1], k.shape[-1], v.shape[-1]))
+        else:
+            children[parent] -= 1
+            state = states[parent].copy() if children[parent] else states.pop(parent)
+        state *= decay[t][:, None, None]
+        d = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+        state += k[t][:, :, None] * d[:, None, :]
+        out[t] = np.einsum("hkv,hk->hv", state, q[t])
+        if children[t]:
+            states[t] = state
+    return r(out)
+
+
+def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact) -> np.ndarray:
+    """The same function by chunks of 64 absolute positions, over ``pool``'s tree of chunks (see jev_kernels.pool).
+
+    With c = cumsum(g) in a chunk, A the strict lower triangle of beta_i (k_i k_j) exp(c_i - c_j), T = (I + A)^-1:
+    V' = T beta (v - exp(c) k S);  o = exp(c) q S + tril((q k^T) exp(c_i - c_j)) V';
+    S' = exp(c_last) S + k^T (exp(c_last - c) V'). Every product has one shape whatever the number of rows, so a row's
+    bits do not depend on its company.
+    """
+    heads, dv, dk = v.shape[1], v.shape[2], k.shape[2]
+    q, k = _normalised(q, k, heads)
+    out = np.empty_like(v)
+    keep = np.tril(np.ones((CHUNK, CHUNK), bool))
+    slots: dict[int, np.ndarray] = {}
+    for first, count, start, _ in pool.runs:
+        state = np.zeros((heads, dk, dv)) if start < 0 else slots[start]
+        for chunk in range(first, first + count):
+            rows = pool.chunk_rows[chunk]
+            absent = rows < 0
+            # [heads, 64, .]: absent rows are zero rows, which change nothing
+            qc, kc, vc = (np.where(absent[:, None, None], 0.0, x[rows]).transpose(1, 0, 2) for x in (q, k, v))
+            gc, bc = (np.where(absent[:, None], 0.0, x[rows]).T for x in (g, beta))
+            c = np.cumsum(gc, axis=1)
+            ratio = np.exp(np.where(keep, c[:, :, None] - c[:, None, :], -np.inf))
+            inner = np.tril(bc[:, :, None] * (kc @ kc.transpose(0, 2, 1)) * ratio, -1)
+            t = np.linalg.inv(np.eye(CHUNK) + inner)
+            new = t @ (bc[:, :, None] * (vc - np.exp(c)[:, :, None] * (kc @ state)))
+            o = np.exp(c)[:, :, None] * (qc @ state) + ((qc @ kc.transpose(0, 2, 1)) * ratio) @ new
+            last = c[:, -1:]
+            state = np.exp(last)[:, :, None] * state + kc.transpose(0, 2, 1) @ (np.exp(last - c)[:, :, None] * new)
+            to = pool.chunk_out_rows[chunk]
+            out[to[to >= 0]] = o.transpose(1, 0, 2)[to >= 0]
+            if pool.chunk_slots[chunk] >= 0:
+                slots[pool.chunk_slots[chunk]] = state
+    return r(out)
+
+
+def gated_attention(q, k, v, gate, branches, scale: float, r=exact) -> np.ndarray:
+    """r( r(softmax(q k^T scale) v) * r(sigmoid(gate)) ), each row over its own path up to itself. [T, Hq, D]
+
+    q, gate [T, Hq, D]; k, v [T, Hk, D]; query head h reads key head h // (Hq / Hk). branches: pairs (path, start) as in
+    ``RowPool.branches``: path is the row at each position, positions >= start are the branch's own. Queries go in blocks
+    of 64 absolute positions over as many keys, so that shapes, and with them bits, follow positions only.
+    """
+    group = q.shape[1] // k.shape[1]
+    out = np.empty_like(q)
+    for path, start in branches:
+        for low in range(start // CHUNK * CHUNK, len(path), CHUNK):
+            keys = np.zeros(low + CHUNK, np.int64)
+            keys[:min(low + CHUNK, len(path))] = path[:low + CHUNK]
+            rows = keys[low:]
+            qs = q[rows].transpose(1, 0, 2)
+            ks, vs = (np.repeat(x[keys].transpose(1, 0, 2), group, axis=0) for x in (k, v))
+            s = qs @ ks.transpose(0, 2, 1) * scale
+            s = np.where(np.arange(low + CHUNK) <= np.arange(low, low + CHUNK)[:, None], s, -np.inf)
+            p = np.exp(s - s.max(-1, keepdims=True))
+            o = (p @ vs) / p.sum(-1, keepdims=True)
+            mine = slice(max(start - low, 0), min(len(path) - low, CHUNK))
+            out[rows[mine]] = o.transpose(1, 0, 2)[mine]
+    return r(r(out) * r(sigmoid(gate)))
