@@ -23,13 +23,14 @@ import json
 import math
 import mmap
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jev_kernels import bf16
 
 FORMAT = "open-jev-text-merged/1"
 MANIFEST_FILE = "open_jev_export.json"
@@ -38,7 +39,6 @@ TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_LENGTH_LIMIT = 16384
-SHARD_BYTES = 5 * 10**9
 DEMO_MODEL_ID = "open-jev-demo"
 PREFIXES = ("model.language_model.", "model.", "")
 OUTSIDE_TEXT = ("visual.", "lm_head.", "mtp.")
@@ -98,7 +98,7 @@ def pinned(model_id: str) -> Pinned | None:
 # JSON files
 
 
-class _Fields:
+class Fields:
     """Reads typed fields of one JSON object; every refusal names the file and the field."""
 
     def __init__(self, where: str, data: Any) -> None:
@@ -198,8 +198,8 @@ class ModelConfig:
         RoPE's settings may sit in ``rope_parameters`` or at the top; layers in ``layer_types`` or, as every n-th being
         full attention, ``full_attention_interval``. Raises CheckpointError naming ``where`` and the field.
         """
-        top = _Fields(where, data)
-        f = _Fields(f"{where}: text_config", top.get("text_config")) if "text_config" in data else top
+        top = Fields(where, data)
+        f = Fields(f"{where}: text_config", top.get("text_config")) if "text_config" in data else top
         for fields, kinds in ((top, ("qwen3_5", "qwen3_5_text")), (f, ("qwen3_5_text",) if f is not top else ())):
             if kinds and fields.data.get("model_type", kinds[0]) not in kinds:
                 raise fields.refuse("model_type", f"expected {' or '.join(kinds)}, "
@@ -208,7 +208,7 @@ class ModelConfig:
             if f.data.get(field, only) != only:
                 raise f.refuse(field, f"only {only!r} is supported, found {f.data[field]!r:.60}")
         rope = f.data.get("rope_parameters")
-        rope = f if rope is None else _Fields(f"{f.where}: rope_parameters", {**f.data, **_Fields(f.where, rope).data})
+        rope = f if rope is None else Fields(f"{f.where}: rope_parameters", {**f.data, **Fields(f.where, rope).data})
         if rope.data.get("rope_type", "default") != "default":
             raise rope.refuse("rope_type", f"only 'default' is supported, found {rope.data['rope_type']!r:.60}")
         rope.data.setdefault("partial_rotary_factor", 0.25)
@@ -259,7 +259,7 @@ class ModelConfig:
         return shapes | {"norm.weight": (h,)}
 
 
-def _layer_types(f: _Fields) -> tuple[str, ...]:
+def _layer_types(f: Fields) -> tuple[str, ...]:
     layers = f.integer("num_hidden_layers")
     if f.data.get("layer_types") is None:
         interval = f.integer("full_attention_interval")
@@ -308,12 +308,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header is not valid JSON: {error}") from None
-    fields = _Fields(f"{path}", header)
+    fields = Fields(f"{path}", header)
     entries: dict[str, TensorEntry] = {}
     for name in header:
         if name == "__metadata__":
             continue
-        entry = _Fields(f"{path}: {name}", header[name])
+        entry = Fields(f"{path}: {name}", header[name])
         dtype, shape, offsets = entry.text("dtype"), entry.get("shape"), entry.get("data_offsets")
         if dtype not in _ITEM_BYTES:
             raise entry.refuse("dtype", f"unknown type {dtype!r:.40}")
@@ -354,7 +354,7 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
         return read_header(single)
     if not index_path.exists():
         raise CheckpointError(f"{folder}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    index = _Fields(str(index_path), _Fields(str(index_path), read_json(index_path)).get("weight_map"))
+    index = Fields(str(index_path), Fields(str(index_path), read_json(index_path)).get("weight_map"))
     shards: dict[str, dict[str, TensorEntry]] = {}
     for name in index.data:
         shard = index.text(name)
@@ -373,10 +373,10 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
     return {name: shards[shard][name] for name, shard in index.data.items()}
 
 
-def text_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorEntry]:
+def text_tensors(folder: Path, config: ModelConfig, dtypes: Collection[str] = ("BF16",)) -> dict[str, TensorEntry]:
     """The text backbone's tensors of a model folder by bare name, checked against the configuration, in its order.
 
-    Raises CheckpointError for a tensor that is missing, repeated, unknown, of another shape or not BF16.
+    Raises CheckpointError for a tensor that is missing, repeated, unknown, of another shape or not of ``dtypes``.
     """
     found: dict[str, TensorEntry] = {}
     expected = config.tensor_shapes()
@@ -389,8 +389,8 @@ def text_tensors(folder: Path, config: ModelConfig) -> dict[str, TensorEntry]:
                                   f"backbone that {CONFIG_FILE} describes")
         if name in found:
             raise CheckpointError(f"{entry.path}: {full_name}: is also in {found[name].path.name} as another {name}")
-        if entry.dtype != "BF16":
-            raise CheckpointError(f"{entry.path}: {full_name}: expected BF16, found {entry.dtype}")
+        if entry.dtype not in dtypes:
+            raise CheckpointError(f"{entry.path}: {full_name}: expected {' or '.join(dtypes)}, found {entry.dtype}")
         if entry.shape != expected[name]:
             raise CheckpointError(f"{entry.path}: {full_name}: expected shape {list(expected[name])}, "
                                   f"found {list(entry.shape)}")
@@ -437,7 +437,7 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Any, where: str = MANIFEST_FILE) -> Manifest:
         """Check every field but the width of the head. Raises CheckpointError naming ``where`` and the field."""
-        f = _Fields(where, data)
+        f = Fields(where, data)
         if f.text("format") != FORMAT:
             raise f.refuse("format", f"expected {FORMAT!r}, found {data['format']!r:.60}")
         demo = data.get("demo", False)
@@ -487,7 +487,7 @@ class Head:
         weight = self.weight.astype(np.float64)
         scores = np.empty(len(hidden), np.float32)
         for i, row in enumerate(hidden):
-            scores[i] = np.add.reduce((row.astype(np.uint32) << 16).view(np.float32) * weight)
+            scores[i] = np.add.reduce(bf16.to_float32(row) * weight)
         return scores + self.bias
 
 
@@ -544,109 +544,3 @@ def check_dims(config: ModelConfig, source: Pinned, where: str) -> None:
     for name, value in source.dims.items():
         if getattr(config, name) != value:
             raise CheckpointError(f"{where}: {name}: {source.title} has {value}, found {getattr(config, name)}")
-
-
-def write_export(path: str | Path, config_json: Mapping[str, Any],
-                 tensors: Iterable[tuple[str, Iterable[np.ndarray]]], manifest: Manifest, files: Mapping[str, bytes], *,
-                 shard_bytes: int = SHARD_BYTES, replace_existing: bool = False,
-                 progress: Callable[[int], None] | None = None) -> None:
-    """Write an export, streaming its weights; ``path`` appears only once everything is on the disk.
-
-    tensors: bare name and little-endian uint16 pieces, whose bytes follow each other, for every tensor of
-        ``config_json`` in the order of ``ModelConfig.tensor_shapes``; consumed one piece at a time.
-    files: name -> contents of the tokenizer's files, ``tokenizer.json`` among them.
-    shard_bytes: the most bytes of tensors in one file (a larger tensor gets a file of its own).
-    progress: called with the number of bytes after each piece.
-
-    Work goes to ``<path>.unfinished`` beside ``path``; it is removed on an error. One left by a killed process is
-    refused, never reused: which of its bytes reached the disk is unknown. Raises CheckpointError for an existing path,
-    leftovers, a disk too small (before the first byte), or tensors other than those of the configuration.
-    """
-    path = Path(os.path.abspath(path))
-    work = path.with_name(f"{path.name}.unfinished")
-    if os.path.lexists(path) and not replace_existing:
-        raise CheckpointError(f"{path}: already exists; choose another folder")
-    if os.path.lexists(work):
-        raise CheckpointError(f"{work}: an earlier export stopped half-way, or one is running; once none is, "
-                              "remove this folder and start again")
-    config = ModelConfig.from_json(config_json)
-    plan = _plan_shards(config.tensor_shapes(), shard_bytes)
-    total = sum(2 * math.prod(shape) for shard in plan for shape in shard.values())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    needed, free = total + sum(map(len, files.values())) + 16 * 2**20, shutil.disk_usage(path.parent).free
-    if free < needed:
-        raise CheckpointError(f"{path.parent}: the export needs {needed / 1e9:.2f} GB of disk, "
-                              f"{free / 1e9:.2f} GB are free")
-    work.mkdir()
-    try:
-        names = [WEIGHTS_FILE]
-        if len(plan) > 1:
-            names = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
-            index = {"metadata": {"total_size": total},
-                     "weight_map": {tensor: name for name, shard in zip(names, plan) for tensor in shard}}
-            _write(work / INDEX_FILE, json.dumps(index, indent=2).encode())
-        _write(work / CONFIG_FILE, json.dumps(config_json, indent=2).encode())
-        for name, contents in files.items():
-            _write(work / name, contents)
-        stream = iter(tensors)
-        for name, shard in zip(names, plan):
-            _write_shard(work / name, shard, stream, progress)
-        if next(stream, None) is not None:
-            raise CheckpointError(f"{path}: more tensors than the configuration has")
-        _write(work / f"{MANIFEST_FILE}.new", json.dumps(manifest.to_json(), allow_nan=False).encode() + b"\n")
-        os.replace(work / f"{MANIFEST_FILE}.new", work / MANIFEST_FILE)
-        if replace_existing and os.path.lexists(path):
-            shutil.rmtree(path)
-        os.rename(work, path)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-
-
-def _plan_shards(shapes: Mapping[str, tuple[int, ...]], shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
-    shards: list[dict[str, tuple[int, ...]]] = []
-    room = -1
-    for name, shape in shapes.items():
-        size = 2 * math.prod(shape)
-        if size > room:
-            shards.append({})
-            room = shard_bytes
-        shards[-1][name] = shape
-        room -= size
-    return shards
-
-
-def _write(path: Path, contents: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(contents)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, progress) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + 2 * math.prod(shape)]}
-        end = header[name]["data_offsets"][1]
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    with open(path, "xb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for name, shape in shapes.items():
-            given, pieces = next(stream, (None, ()))
-            if given != name:
-                raise CheckpointError(f"{path}: expected tensor {name}, was given {given}")
-            left = 2 * math.prod(shape)
-            for piece in pieces:
-                if piece.dtype != np.dtype("<u2"):
-                    raise CheckpointError(f"{path}: {name}: expected uint16 (BF16 bits), was given {piece.dtype}")
-                left -= file.write(np.ascontiguousarray(piece))
-                if progress:
-                    progress(piece.nbytes)
-            if left:
-                raise CheckpointError(f"{path}: {name}: {left} bytes short of shape {list(shape)}")
-        file.flush()
-        os.fsync(file.fileno())
-        # A written shard will not be read again: give its page cache back before the next one.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jev.checkpoint import (DEMO, MANIFEST_FILE, CheckpointError, Manifest, ModelConfig, read_json, write_export)
+from jev.checkpoint import DEMO, MANIFEST_FILE, CheckpointError, Manifest, ModelConfig, read_json
+from jev.export import write_export
+from jev_kernels import bf16
 
 CHAT_PREFIX = "<|im_start|>user\n"
 CHAT_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -133,13 +135,7 @@ def demo_tensors(config: ModelConfig, seed: int) -> Iterator[tuple[str, list[np.
         else:
             damping = 0.5 if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")) else 1.0
             values = noise * np.float32(damping / np.sqrt(shape[1]))
-        yield name, [to_bf16(values)]
-
-
-def to_bf16(values: np.ndarray) -> np.ndarray:
-    """Finite float32 -> BF16 bits (uint16), to nearest, ties to even."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        yield name, [bf16.from_float32(values)]
 
 
 def write_demo_checkpoint(path: str | Path, seed: int = 0, overwrite: bool = False) -> None:
