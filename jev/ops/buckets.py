@@ -1,0 +1,107 @@
+"""Row buckets: the fixed capacities that a captured forward pass is launched with, and the metadata packed for it.
+
+Kernels read how much there is to do from int32 arrays in device memory (``jev_kernels.pool``), so one captured graph
+serves every pool that fits its bucket. A bucket is a number of rows and a class: *narrow* buckets hold what ordinary
+requests need; *wide* ones have room for many short branches (a choice of 255 options), at the price of larger grids.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from jev.row_pool import RowPool
+from jev_kernels.pool import CHUNK, CHUNKS, COUNTS, LASTS, ROWS, RUNS, TILE_ROWS, TILES
+
+MAX_BRANCHES = 1024          # of a wide bucket
+MAX_SLOTS = 64               # states kept for branching; one is 3 MB for the 27B
+MAX_PATHS = 4 << 20          # entries of ``paths``: 16 MB
+ALIGN = 64                   # int32 entries: sections start at multiples of 256 bytes
+
+
+class Section(NamedTuple):
+    """Where an array lies in the metadata: first int32 entry, shape."""
+    at: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Capacities of one captured forward pass. rows: activations have this many; wide: many branches."""
+    rows: int
+    wide: bool = False
+
+    @property
+    def branches(self) -> int:
+        return min(self.rows, MAX_BRANCHES) if self.wide else min(max(16, self.rows // 8), 128)
+
+    @property
+    def lasts(self) -> int:
+        """Distinct last rows."""
+        return self.branches
+
+    @property
+    def tiles(self) -> int:
+        return self.rows // TILE_ROWS + self.branches
+
+    @property
+    def chunks(self) -> int:
+        """A branch of n rows touches at most n / 64 + 2 chunks."""
+        return self.rows // CHUNK + 2 * self.branches
+
+    @property
+    def paths(self) -> int:
+        return min(self.branches * self.rows, MAX_PATHS) if self.wide else min(self.branches, 8) * self.rows
+
+    @cached_property
+    def sections(self) -> dict[str, Section]:
+        """The arrays of the metadata, paths last: only the part of it that is in use is uploaded."""
+        out, at = {}, 0
+        for name, shape in (("counts", (COUNTS,)), ("ids", (self.rows,)), ("positions", (self.rows,)),
+                            ("parents", (self.rows,)), ("last_rows", (self.lasts,)), ("tiles", (self.tiles, 4)),
+                            ("runs", (self.branches, 4)), ("chunk_slots", (self.chunks,)),
+                            ("chunk_rows", (self.chunks, CHUNK)), ("chunk_out_rows", (self.chunks, CHUNK)),
+                            ("paths", (self.paths,))):
+            out[name] = Section(at, shape)
+            at += -(-int(np.prod(shape)) // ALIGN) * ALIGN
+        return out
+
+    @property
+    def size(self) -> int:
+        """int32 entries of the whole metadata."""
+        last = self.sections["paths"]
+        return last.at + -(-last.shape[0] // ALIGN) * ALIGN
+
+    def holds(self, pool: RowPool) -> bool:
+        """Whether the pool fits."""
+        return (pool.n_rows <= self.rows and len(pool.branches) <= self.branches and len(pool.tiles) <= self.tiles
+                and len(pool.chunk_rows) <= self.chunks and len(pool.paths) <= self.paths and pool.n_slots <= MAX_SLOTS)
+
+    def pack(self, pool: RowPool, last_rows: np.ndarray, out: np.ndarray) -> int:
+        """Write the pool's metadata into ``out`` (int32 [>= size]); returns how many entries of it are in use."""
+        counts = np.zeros(COUNTS, np.int32)
+        counts[[ROWS, TILES, CHUNKS, RUNS, LASTS]] = (pool.n_rows, len(pool.tiles), len(pool.chunk_rows), len(pool.runs),
+                                                      len(last_rows))
+        for name, section in self.sections.items():
+            x = counts if name == "counts" else last_rows if name == "last_rows" else getattr(pool, name)
+            out[section.at:section.at + x.size] = x.reshape(-1)
+        return self.sections["paths"].at + len(pool.paths)
+
+
+def row_counts(max_rows: int) -> Iterator[int]:
+    """The row counts of buckets, up to the first that holds ``max_rows``.
+
+    GEMMs work in tiles of 64 or 128 rows, so finer steps would not be faster; coarser ones cost what they pad.
+    """
+    rows = 0
+    while rows < max_rows:
+        rows += 64 if rows < 512 else 128 if rows < 4096 else 512
+        yield rows
+
+
+def choose(pool: RowPool, buckets: list[Bucket]) -> Bucket | None:
+    """The first of ``buckets`` (narrow before wide, ascending) that holds the pool, or None."""
+    return next((b for b in buckets if b.holds(pool)), None)
