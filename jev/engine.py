@@ -34,7 +34,8 @@ WARM_UP = (b'{"state": "The worker has just started.", "questions": {'
 
 
 class Engine:
-    """Answers requests with one export on one backbone. Raises BackendError or InferenceError if it cannot start.
+    """Answers requests with one export on one backbone. Raises BackendError, ProcessorError or InferenceError if it
+    cannot.
 
     When the constructor returns, a real inference has run (``ready``). ``close`` ends the inference thread and closes
     the backbone.
@@ -49,10 +50,7 @@ class Engine:
             raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
                                f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH or raise OPEN_JEV_BATCH_ROWS")
         self.processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix,
-                                   manifest.max_length)
-        if self.processor.vocab_size > export.config.vocab_size:
-            raise BackendError(f"{export.tokenizer_file}: knows {self.processor.vocab_size} tokens, the model only "
-                               f"{export.config.vocab_size}")
+                                   manifest.max_length, export.config.vocab_size)
         self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe)
         self._warm_up = self.processor.encode(contract.parse_request(WARM_UP, export.model_names))
         self.ready = False
@@ -112,6 +110,11 @@ class Engine:
         entry = {"id": model_id, "name": model_id, "description": f"{source.title}: {about}",
                  "release_date": made.date().isoformat()}
         return {"models": [entry], "aliases": sorted(self.export.model_names - {model_id})}
+
+    @property
+    def pending(self) -> int:
+        """Requests admitted and not yet answered."""
+        return self.scheduler.admitted
 
     def drain(self) -> None:
         """Admit nothing more (ShuttingDown); what was admitted is answered."""

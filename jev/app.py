@@ -1,0 +1,142 @@
+"""The worker's HTTP face: a Flask application over an engine, every status and error body of the contract.
+
+    POST /v1/systemone    decide          GET /health    ready?          GET /v1/models    what is served
+
+The application knows the engine's ``answer`` and the two objects it shows, and no more. Each request leaves one JSON
+line in the log ``jev.access``: who asked what never appears in it, nor in any other log.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import time
+import traceback
+import uuid
+from datetime import datetime, timezone
+from typing import Any
+
+from flask import Flask, Response, g, request
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+
+from jev.engine import Cancelled, ContractError, Engine, InferenceError, Refused
+from jev.settings import Settings
+
+MAX_BODY_BYTES = 4 * 2**20
+CLIENT_CLOSED_REQUEST = 499             # for the log: nobody is there to receive it
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+# The second name is the one under which System One clients look.
+REQUEST_ID_HEADERS = ("X-Request-Id", "X-TypeSafe-Request-Id")
+
+logger = logging.getLogger("jev.app")
+access_log = logging.getLogger("jev.access")
+
+
+def create_app(engine: Engine, settings: Settings) -> Flask:
+    """The WSGI application that serves ``engine``; of ``settings`` it needs the key."""
+    app = Flask("jev", static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES           # also ends a body of unknown length there
+    app.url_map.merge_slashes = False
+    key = None if settings.api_key is None else settings.api_key.encode()
+
+    @app.before_request
+    def begin() -> Response | None:
+        g.started = time.perf_counter()
+        given = request.headers.get("X-Request-Id", "")
+        g.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        g.answered = {}
+        if key is not None and request.path.startswith("/v1/") and not _authorized(key):
+            response = _error(401, "authentication_error", "a valid key is required: Authorization: Bearer KEY")
+            response.headers["WWW-Authenticate"] = "Bearer"
+            return response
+        return None
+
+    @app.post("/v1/systemone", provide_automatic_options=False)
+    def systemone() -> Response:
+        if request.mimetype != "application/json":
+            return _error(415, "unsupported_media_type", "Content-Type must be application/json")
+        if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+            response = _error(415, "unsupported_media_type", "a compressed body is not understood: send it as it is")
+            response.headers["Accept-Encoding"] = "identity"
+            return response
+        answer = engine.answer(request.get_data(cache=False), request.environ.get("waitress.client_disconnected"))
+        g.answered = {"questions": len(answer["answers"]), "candidates": answer["metadata"]["candidate_sequences"],
+                      "rows": answer["metadata"]["prefix_cache"]["rows"],
+                      "inference_ms": round(1000 * answer["metadata"]["inference_seconds"], 3)}
+        return _json(200, answer)
+
+    @app.get("/health", provide_automatic_options=False)
+    def health() -> Response:
+        health = engine.health()
+        return _json(200 if health["status"] == "ready" else 503, health)
+
+    @app.get("/v1/models", provide_automatic_options=False)
+    def models() -> Response:
+        return _json(200, engine.models())
+
+    app.register_error_handler(ContractError, _refused_by_contract)
+    app.register_error_handler(Refused, _refused_for_now)
+    app.register_error_handler(InferenceError, lambda error: _error(500, "inference_error", str(error)))
+    app.register_error_handler(
+        Cancelled, lambda error: _error(CLIENT_CLOSED_REQUEST, "client_closed_request", "the client left"))
+    app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(Exception, _unexpected)
+    app.after_request(_finish)
+    return app
+
+
+def _authorized(key: bytes) -> bool:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    # WSGI hands header bytes over as latin-1 text. Both sides are compared whatever the scheme, in constant time.
+    same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), key)
+    return same and scheme.lower() == "bearer"
+
+
+def _json(status: int, value: Any) -> Response:
+    return Response(json.dumps(value, allow_nan=False), status, mimetype="application/json")
+
+
+def _error(status: int, error_type: str, message: str) -> Response:
+    return _json(status, {"error": message, "detail": {"error_type": error_type, "message": message}})
+
+
+def _refused_by_contract(error: ContractError) -> Response:
+    return _json(422, {"error": str(error), "detail": error.errors})
+
+
+def _refused_for_now(error: Refused) -> Response:
+    response = _error(503, "overloaded_error", str(error))
+    response.headers["Retry-After"] = str(error.retry_after)
+    return response
+
+
+def _http_error(error: HTTPException) -> Response:
+    if isinstance(error, RequestEntityTooLarge):
+        return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
+    name = error.name.lower().replace(" ", "_")
+    message = {404: "no such path", 405: "this path does not take this method"}.get(error.code, error.name)
+    response = _error(error.code, name, message)
+    for header, value in error.get_headers():
+        if header.lower() != "content-type":            # such as Allow
+            response.headers[header] = value
+    return response
+
+
+def _unexpected(error: Exception) -> Response:
+    # Without the message, which may quote the request.
+    logger.error("request %s failed: %s at\n%s", g.request_id, type(error).__name__,
+                 "".join(traceback.format_tb(error.__traceback__)))
+    return _error(500, "internal_error", "internal error")
+
+
+def _finish(response: Response) -> Response:
+    for header in REQUEST_ID_HEADERS:
+        response.headers[header] = g.request_id
+    access_log.info(json.dumps({
+        "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"), "id": g.request_id,
+        "method": request.method[:16], "path": request.path[:200], "status": response.status_code,
+        "ms": round(1000 * (time.perf_counter() - g.started), 3), "bytes_in": request.content_length or 0,
+        "bytes_out": response.content_length or 0, **g.answered}))
+    return response

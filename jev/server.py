@@ -1,0 +1,165 @@
+"""Waitress with an end: SIGTERM stops admission, answers what was admitted, closes idle connections and returns.
+
+Waitress itself stops by exception and drops whatever runs. Here its event loop is turned one round at a time, so that
+between two rounds the server can close its listener and those connections that owe nobody an answer. Responses sent
+while draining carry ``Connection: close``.
+
+One thread serves one request from its arrival to its answer. There are more threads than places in the queue, so that a
+full worker still says 503 and answers ``/health`` at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from waitress import wasyncore
+from waitress.adjustments import Adjustments
+from waitress.channel import HTTPChannel
+from waitress.server import TcpWSGIServer
+from waitress.task import ThreadedTaskDispatcher, WSGITask
+
+from jev.engine import Engine
+from jev.settings import Settings
+
+logger = logging.getLogger("jev.server")
+
+SPARE_THREADS = 16                      # beyond the queue's places: refusals, /health, /v1/models
+CONNECTIONS = 4096                      # open at a time, idle ones included, if the system lets us
+ROUND_SECONDS = 1.0
+DRAIN_ROUND_SECONDS = 0.02
+# The application refuses bodies over 4 MiB in JSON; this one ends what would fill the disk, in waitress's plain text.
+# Far above the 4 MiB because it counts the framing of chunks too.
+MAX_BODY_BYTES = 64 * 2**20
+
+
+class _Task(WSGITask):
+    def build_response_header(self) -> bytes:
+        if self.channel.server.draining:
+            self.set_close_on_finish()
+        return super().build_response_header()
+
+
+class _Channel(HTTPChannel):
+    task_class = _Task
+
+    def idle(self) -> bool:
+        """Nothing is being computed or sent. A request that has not arrived completely counts for nothing."""
+        return not (self.requests or self.total_outbufs_len or self.close_when_flushed)
+
+
+class _Waitress(TcpWSGIServer):
+    channel_class = _Channel
+    draining = False
+
+    def close_listener(self) -> None:
+        """Take in the connections that already wait, then refuse new ones."""
+        for _ in range(self.adj.backlog):
+            if not select.select([self.socket], [], [], 0)[0]:
+                break
+            self.handle_accept()
+        self.accepting = False
+        self.del_channel()
+        self.socket.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet: a port that is taken is noticed before anything is loaded.
+
+    Raises OSError.
+    """
+    family, kind, proto, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def url(sock: socket.socket) -> str:
+    """http://host:port of a bound socket; a wildcard address is shown as this machine's loopback."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class Server:
+    """Serves a WSGI ``app`` on a bound socket until ``stop``. ``run`` is called once, by one thread."""
+
+    def __init__(self, app: Callable, engine: Engine, settings: Settings, sock: socket.socket) -> None:
+        self.engine = engine
+        self.drain_seconds = settings.drain_seconds
+        self.url = url(sock)
+        self._stopping = self._abandon = False
+        self._map: dict[int, Any] = {}
+        self._dispatcher = ThreadedTaskDispatcher()
+        self._dispatcher.set_thread_count(settings.queue + SPARE_THREADS)
+        adjustments = Adjustments(
+            sockets=[sock], threads=settings.queue + SPARE_THREADS, backlog=1024, ident=None,
+            connection_limit=_connection_limit(), asyncore_use_poll=True,
+            channel_request_lookahead=1,        # keep reading while a request runs: how a disconnect is noticed
+            send_bytes=1,                       # send from the thread that has the answer
+            max_request_body_size=MAX_BODY_BYTES, clear_untrusted_proxy_headers=True)
+        self._waitress = _Waitress(
+            app, self._map, True, sock, dispatcher=self._dispatcher, adj=adjustments, bind_socket=False,
+            sockinfo=(sock.family, sock.type, sock.proto, sock.getsockname()))
+
+    def stop(self) -> None:
+        """Begin to drain; a second call gives up on what is still running. For any thread and for signal handlers."""
+        self._abandon = self._stopping
+        self._stopping = True
+        self._waitress.pull_trigger()
+
+    def run(self) -> bool:
+        """Serve until stopped. True when everything admitted was answered."""
+        try:
+            while not self._stopping:
+                self._round(ROUND_SECONDS)
+            return self._drain()
+        finally:
+            for channel in list(self._waitress.active_channels.values()):
+                channel.handle_close()
+            self._dispatcher.shutdown(timeout=1)
+            wasyncore.close_all(self._map)
+
+    def _drain(self) -> bool:
+        deadline = time.monotonic() + self.drain_seconds
+        self.engine.drain()
+        self._waitress.draining = True
+        if self.engine.pending:
+            logger.warning("shutting down once %d admitted requests are answered", self.engine.pending)
+        self._waitress.close_listener()
+        self._round(0)          # requests that have already arrived on open connections are told, not cut off
+        while True:
+            for channel in list(self._waitress.active_channels.values()):
+                if channel.idle():
+                    channel.handle_close()
+            if not self._waitress.active_channels and not self.engine.pending:
+                return True
+            if self._abandon or time.monotonic() >= deadline:
+                logger.error("gave up on %d requests", self.engine.pending)
+                return False
+            self._round(DRAIN_ROUND_SECONDS)
+
+    def _round(self, seconds: float) -> None:
+        wasyncore.loop(timeout=seconds, use_poll=True, map=self._map, count=1)
+
+
+def _connection_limit() -> int:
+    """CONNECTIONS, or what the limit on open files allows after raising it as far as an ordinary process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS + 512          # weights, devices, logs and spooled bodies need descriptors too
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(CONNECTIONS, soft - 512))
