@@ -1,9 +1,9 @@
-"""The System One contract: a request's bytes to questions and prompts, and scores to answers. Pure, no I/O.
+r"""The System One contract: a request's bytes to questions and prompts, and scores to answers. Pure, no I/O.
 
 A prompt is made of parts, so that text shared between candidates is held once however many there are (65,536 candidates
 over a 3 MiB state would otherwise be 200 GB), and so that the tokenizer can encode each part once:
 
-    Context:\\n<state>\\n\\n | Question: <instructions>\\n | Proposed answer: <option>\\n | Is this proposed ... or No.
+    Context:\n<state>\n\n | Question: <instructions>\n | Proposed answer: <option>\n | Is this proposed ... or No.
 
 Every part but the last ends with a newline and every part but the first starts with an ASCII letter.
 """
@@ -99,7 +99,7 @@ class _Problems:
             raise ContractError(self.errors)
 
 
-def problem(loc: Sequence[str | int], msg: str, type: str) -> ContractError:
+def _problem(loc: Sequence[str | int], msg: str, type: str) -> ContractError:
     """A ContractError of one error."""
     return ContractError([{"loc": list(loc), "msg": msg, "type": type}])
 
@@ -113,9 +113,9 @@ def parse_request(body: bytes, model_names: Collection[str]) -> Request:
     try:
         value = parse(body)
     except StrictJSONError as error:
-        raise problem(_loc(*error.path), error.msg, error.type) from None
+        raise _problem(_loc(*error.path), error.msg, error.type) from None
     if not isinstance(value, dict):
-        raise problem(_loc(), f"the body must be an object, not {_kind(value)}", "wrong_type")
+        raise _problem(_loc(), f"the body must be an object, not {_kind(value)}", "wrong_type")
 
     problems = _Problems()
     _check_model(value.get("model"), model_names, problems)

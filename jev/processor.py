@@ -35,17 +35,17 @@ class ProcessorError(ValueError):
 
 
 def separable(config: dict[str, Any]) -> bool:
-    """Whether, for this tokenizer.json, ids(L + R) = ids(L) + ids(R) wherever L ends with a newline and R starts with an
-    ASCII letter.
+    r"""Whether, for this tokenizer.json, a prompt may be cut wherever a newline is followed by an ASCII letter.
 
-    It holds for byte-level BPE with NFC and the split of Qwen2 or Qwen3.5, stage by stage:
+    That is, whether ids(L + R) = ids(L) + ids(R) for every L that ends with a newline and R that starts with an ASCII
+    letter. It holds for byte-level BPE with NFC and the split of Qwen2 or Qwen3.5, stage by stage:
       - Added tokens. None contains a newline, so none crosses; none strips or looks at its neighbours.
       - NFC. An ASCII letter never composes with what precedes it, nor a newline with anything.
       - Split. Matches follow each other without gaps, and where one starts only the text after it counts (the pattern
-        looks behind nowhere). No alternative can match a newline followed by a letter, so every split of L + R has a cut
-        between them, and R is split as if alone. In L the one look-ahead, `\\s+(?!\\S)`, could only see R from the last
-        run of white space; but that run ends with a newline, so that `[\\r\\n]*` or `\\s*[\\r\\n]+`, tried earlier, takes it
-        to its end either way.
+        looks behind nowhere). No alternative matches across a newline and a letter after it, so every split of L + R
+        has a cut between them, and R is split as if alone. In L the one look-ahead, `\s+(?!\S)`, could only see R
+        from the last run of white space; but that run ends with a newline, so that `[\r\n]*` or `\s*[\r\n]+`,
+        tried earlier, takes it to its end either way.
       - BPE works within the pieces of the split, and nothing is added at the ends.
     """
     model, steps = config.get("model") or {}, config.get("pre_tokenizer") or {}
@@ -188,10 +188,7 @@ class Processor:
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def _too_long(self, question: Question, index: int, length: str) -> dict[str, Any]:
-        candidate = "" if question.kind == "noul" else f", candidate {self._name(question, index)!r}"
-        msg = f"question {excerpt(question.id)!r}{candidate}: a prompt of {length} tokens; the limit is {self.max_length}"
-        return {"loc": question.candidate_loc(index), "msg": msg, "type": "prompt_too_long"}
-
-    @staticmethod
-    def _name(question: Question, index: int) -> str | int:
-        return excerpt(question.options[index]) if question.kind == "choice" else index
+        loc = question.candidate_loc(index)
+        candidate = "" if question.kind == "noul" else f", candidate {loc[-1]!r}"
+        msg = f"question {loc[2]!r}{candidate}: a prompt of {length} tokens; the limit is {self.max_length}"
+        return {"loc": loc, "msg": msg, "type": "prompt_too_long"}
