@@ -1,0 +1,453 @@
+"""The gateway's side of its workers: connections that keep time, and the choice of a worker.
+
+urllib3 supplies the HTTP client (one `HTTPConnection` per socket, its response and header objects). Its pools and
+its `urlopen` are left aside: they normalise the target, and their time-outs are per read, so that a worker sending
+one byte a second would never be late. Here a socket carries one deadline for the whole exchange.
+
+Nothing is sent twice. `exchange` separates the two ways in which a request fails: `Unreachable` means that no byte
+of it left this process, and only then may another worker have it; after the first byte the failure is final,
+because the worker may have run it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
+from urllib3.response import HTTPResponse
+from urllib3.util import SKIP_HEADER
+
+logger = logging.getLogger("jev.frontend")
+# urllib3 warns about odd response headers with the whole URL, and query strings are not ours to log.
+logging.getLogger("urllib3").setLevel(logging.ERROR)
+
+CONNECT_SECONDS = 5.0
+# Waitress closes a silent connection after 120 s. Letting go of ours well before keeps us from sending a request
+# into a connection that the worker is just closing, which could not be repeated.
+IDLE_SECONDS = 30.0
+# Between two looks at a worker that failed. Until one succeeds, the others get its share.
+COOL_DOWN_SECONDS = 1.0
+# How often a waiting exchange looks whether its client is still there.
+GLANCE_SECONDS = 0.25
+BLOCK_BYTES = 256 * 1024
+
+HOP_BY_HOP = frozenset(
+    "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers "
+    "transfer-encoding upgrade".split()
+)
+
+
+class Unreachable(Exception):
+    """No connection to the worker: nothing of the request was sent."""
+
+
+class ExchangeFailed(Exception):
+    """The request was sent, at least in part, and no usable answer came back."""
+
+
+class ClientGone(Exception):
+    """The client left before its answer was there; the exchange with the worker was cut off."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A worker's whole response, hop-by-hop headers and framing removed, the body as it came (still encoded)."""
+
+    status: int
+    reason: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+
+def end_to_end(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The headers that pass a gateway, in order and with repetitions.
+
+    Dropped are the hop-by-hop ones, those that a `Connection` header names, and Content-Length, which each side
+    writes for the body that it sends.
+    """
+    headers = list(headers)
+    dropped = {"content-length", *HOP_BY_HOP}
+    for name, value in headers:
+        if name.lower() == "connection":
+            dropped.update(token.strip().lower() for token in value.split(","))
+    return [(name, value) for name, value in headers if name.lower() not in dropped]
+
+
+class _Timed:
+    """A socket whose reads and writes share one deadline, and which stops waiting once `gone()` is true."""
+
+    deadline: float = 0.0
+    gone: Callable[[], bool]
+    more: bool = False  # the next write is a header with its body right behind: one segment for both
+
+    def _wait(self, call: Callable, *args):
+        while True:
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("deadline passed")
+            self.settimeout(min(left, GLANCE_SECONDS))
+            try:
+                return call(*args)
+            except TimeoutError:
+                if self.gone():
+                    raise ConnectionAbortedError("the client left") from None
+
+    def recv_into(self, *args):
+        return self._wait(super().recv_into, *args)
+
+    def sendall(self, data, flags: int = 0) -> None:
+        if self.more:
+            self.more = False
+            flags |= self.MORE
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[self._wait(super().send, view, flags) :]
+
+
+class _Socket(_Timed, socket.socket):
+    MORE = getattr(socket, "MSG_MORE", 0)
+
+
+class _TLSSocket(_Timed, ssl.SSLSocket):
+    MORE = 0  # TLS takes no flags
+
+
+class _StrictResponse(http.client.HTTPResponse):
+    """http.client is lenient where leniency loses track of where a response ends; a gateway must not be."""
+
+    def begin(self) -> None:
+        super().begin()
+        codings = self.headers.get_all("transfer-encoding", [])
+        lengths = set(self.headers.get_all("content-length", []))
+        if self.status < 200:
+            raise http.client.HTTPException("an interim status where a final one was due")
+        if self.headers.defects:
+            raise http.client.HTTPException("malformed headers")
+        if codings and (len(codings) > 1 or codings[0].strip().lower() != "chunked"):
+            raise http.client.HTTPException("an unknown transfer coding")
+        if len(lengths) > 1 or not all(v.strip().isascii() and v.strip().isdigit() for v in lengths):
+            raise http.client.HTTPException("an invalid Content-Length")
+
+    def _read_next_chunk_size(self) -> int:
+        size = super()._read_next_chunk_size()
+        if size < 0:  # http.client would take it for "everything until the end"
+            raise http.client.HTTPException("an invalid chunk size")
+        return size
+
+
+class _Connection(HTTPConnection):
+    response_class = _StrictResponse
+
+    def _new_conn(self) -> socket.socket:
+        return _Socket(fileno=super()._new_conn().detach())
+
+
+class _TLSConnection(HTTPSConnection):
+    response_class = _StrictResponse
+
+
+class _Headers:
+    """The mapping that urllib3 asks for, with names that may repeat."""
+
+    def __init__(self, items: list[tuple[str, str]]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._items)
+
+    def items(self) -> list[tuple[str, str]]:
+        return self._items
+
+
+class Worker:
+    """One worker: its address, its idle connections, and how many requests it has in hand."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is a checked `http[s]://host[:port][/prefix]`; see `jev.frontend.parse_backends`."""
+        parts = urlsplit(url)
+        self.name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self.prefix = parts.path.rstrip("/")
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.outstanding = 0
+        self.healthy = True
+        self._tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._tls = ssl.create_default_context()
+            self._tls.sslsocket_class = _TLSSocket
+        self._idle: list[tuple[float, HTTPConnection]] = []
+        self._lock = threading.Lock()
+
+    def exchange(
+        self,
+        method: str,
+        target: str,
+        headers: list[tuple[str, str]],
+        body: BinaryIO | None,
+        length: int,
+        deadline: float,
+        limit: int,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> Answer:
+        """Send one request and return the whole answer, at most `limit` bytes of body, before `deadline`.
+
+        `headers` are end to end; `body` is read from its position, `length` bytes. `deadline` is a
+        `time.monotonic()` value. Raises Unreachable, ExchangeFailed or ClientGone.
+        """
+        connection = self._connection(deadline)
+        sock = connection.sock
+        sock.deadline, sock.gone, sock.more = deadline, gone, length > 0
+        reusable = False
+        try:
+            sent = self._send(connection, method, target, headers, body, length)
+            answer = self._receive(connection, limit)
+            reusable = sent and not connection.is_closed
+            return answer
+        except (OSError, HTTPError, http.client.HTTPException, ValueError) as error:
+            if gone():
+                raise ClientGone from None
+            if time.monotonic() >= deadline:
+                raise ExchangeFailed("the worker did not answer in time") from error
+            raise ExchangeFailed(f"no usable answer from the worker ({type(error).__name__})") from error
+        finally:
+            if reusable:
+                self._keep(connection)
+            else:
+                connection.close()
+                sock.close()  # a response still holds it when the worker announced the end of the connection
+
+    def _send(self, connection, method, target, headers, body, length) -> bool:
+        """False when the worker stopped reading: it may have answered already (413, say), so that is read next."""
+        out = list(headers)
+        names = {name.lower() for name, _ in headers}
+        out += [(name, SKIP_HEADER) for name in ("User-Agent", "Accept-Encoding") if name.lower() not in names]
+        if length or method == "POST":
+            out.append(("Content-Length", str(length)))
+        blocks = iter(lambda: body.read(BLOCK_BYTES), b"") if length else None
+        try:
+            connection.request(
+                method, self.prefix + target, body=blocks, headers=_Headers(out),
+                preload_content=False, decode_content=False,
+            )
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    @staticmethod
+    def _receive(connection: HTTPConnection, limit: int) -> Answer:
+        response: HTTPResponse = connection.getresponse()
+        try:
+            if (response.length_remaining or 0) > limit:
+                raise ExchangeFailed("the worker's answer is too large")
+            blocks, size = [], 0
+            while block := response.read(min(BLOCK_BYTES, limit + 1 - size), decode_content=False):
+                size += len(block)
+                if size > limit:
+                    raise ExchangeFailed("the worker's answer is too large")
+                blocks.append(block)
+            # A value folded over several lines, which recent urllib3 unfolds itself, may not go on that way.
+            pairs = [(name, " ".join(value.split()) if "\r" in value or "\n" in value else value)
+                     for name, value in response.headers.iteritems()]
+            return Answer(response.status, response.reason or "", end_to_end(pairs), b"".join(blocks))
+        finally:
+            response.close()
+
+    def _connection(self, deadline: float) -> HTTPConnection:
+        with self._lock:
+            fresh_since = time.monotonic() - IDLE_SECONDS
+            stale = [c for since, c in self._idle if since < fresh_since]
+            self._idle = [(since, c) for since, c in self._idle if since >= fresh_since]
+            while self._idle:
+                _, connection = self._idle.pop()
+                if connection.is_connected:  # nothing to read: neither closed by the worker nor out of step
+                    break
+                stale.append(connection)
+            else:
+                connection = None
+        for old in stale:
+            old.close()
+        return connection or self._connect(deadline)
+
+    def _connect(self, deadline: float) -> HTTPConnection:
+        left = deadline - time.monotonic()
+        timeout = max(0.001, min(CONNECT_SECONDS, left))
+        if self._tls is None:
+            connection = _Connection(self.host, self.port, timeout=timeout)
+        else:
+            connection = _TLSConnection(self.host, self.port, timeout=timeout, ssl_context=self._tls)
+        try:
+            connection.connect()
+        except (OSError, HTTPError) as error:
+            connection.close()
+            raise Unreachable(f"no connection to the worker ({type(error).__name__})") from error
+        return connection
+
+    def _keep(self, connection: HTTPConnection) -> None:
+        with self._lock:
+            self._idle.append((time.monotonic(), connection))
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
+            connection.close()
+
+
+class Workers:
+    """The workers behind one gateway: the one with the fewest requests in hand is next, failing ones wait outside.
+
+    A worker that could not be reached, gave no usable answer or answered 503 is set aside when there are others
+    (an instant refusal would otherwise look like a short queue and attract every request). A thread, alive only as
+    long as some worker is set aside, asks such workers for `/health` and brings back those that answer. When all
+    are set aside, all are used: the attempt itself is the best probe left.
+    """
+
+    def __init__(self, urls: Sequence[str], health_seconds: float, limit: int) -> None:
+        self._workers = [Worker(url) for url in urls]
+        self._health_seconds = health_seconds
+        self._limit = limit
+        self._turn = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._prober: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def pending(self) -> int:
+        """Requests that some worker has in hand."""
+        return sum(worker.outstanding for worker in self._workers)
+
+    def decide(
+        self,
+        target: str,
+        headers: list[tuple[str, str]],
+        body: BinaryIO,
+        length: int,
+        deadline: float,
+        gone: Callable[[], bool],
+    ) -> Answer:
+        """POST to one worker; to another only when no connection to the first could be made."""
+        tried: list[Worker] = []
+        while True:
+            worker = self._take(tried)
+            try:
+                answer = worker.exchange("POST", target, headers, body, length, deadline, self._limit, gone)
+            except Unreachable as error:
+                self._set_aside(worker, error)
+                tried.append(worker)
+                if len(tried) == len(self._workers) or time.monotonic() >= deadline:
+                    raise
+                continue
+            except ExchangeFailed as error:
+                self._set_aside(worker, error)
+                raise
+            finally:
+                self._put_back(worker)
+            if answer.status == 503:
+                self._set_aside(worker, "it answered 503")
+            return answer
+
+    def health(
+        self,
+        target: str,
+        headers: list[tuple[str, str]],
+        body: BinaryIO,
+        length: int,
+        deadline: float,
+        gone: Callable[[], bool],
+    ) -> Answer:
+        """GET from the workers in turn until one answers 200; else the last answer, or else the last failure.
+
+        Each gets an even share of the time that is left, so that one hung worker does not hide a ready one.
+        """
+        tried: list[Worker] = []
+        answer: Answer | None = None
+        failure: Exception | None = None
+        while len(tried) < len(self._workers):
+            worker = self._take(tried)
+            now = time.monotonic()
+            share = now + (deadline - now) / (len(self._workers) - len(tried))
+            tried.append(worker)
+            try:
+                body.seek(0)
+                answer = worker.exchange("GET", target, headers, body, length, share, self._limit, gone)
+            except (Unreachable, ExchangeFailed) as error:
+                failure = error
+                self._set_aside(worker, error)
+                continue
+            finally:
+                self._put_back(worker)
+            if answer.status == 200:
+                return answer
+        if answer is None:
+            raise failure
+        return answer
+
+    def _take(self, tried: Sequence[Worker]) -> Worker:
+        with self._lock:
+            left = [worker for worker in self._workers if worker not in tried]
+            left = [worker for worker in left if worker.healthy] or left
+            fewest = min(worker.outstanding for worker in left)
+            equals = [worker for worker in left if worker.outstanding == fewest]
+            self._turn += 1
+            worker = equals[self._turn % len(equals)]
+            worker.outstanding += 1
+            return worker
+
+    def _put_back(self, worker: Worker) -> None:
+        with self._lock:
+            worker.outstanding -= 1
+
+    def _set_aside(self, worker: Worker, why: object) -> None:
+        logger.warning("worker %s: %s", worker.name, why)
+        with self._lock:
+            if len(self._workers) == 1 or self._stop.is_set():
+                return
+            worker.healthy = False
+            if self._prober is None:
+                self._prober = threading.Thread(target=self._probe, name="jev-frontend-probe", daemon=True)
+                self._prober.start()
+
+    def _probe(self) -> None:
+        while not self._stop.wait(COOL_DOWN_SECONDS):
+            with self._lock:
+                aside = [worker for worker in self._workers if not worker.healthy]
+                if not aside:
+                    self._prober = None
+                    return
+            for worker in aside:
+                deadline = time.monotonic() + self._health_seconds
+                try:
+                    answer = worker.exchange("GET", "/health", [], None, 0, deadline, self._limit, self._stop.is_set)
+                except (Unreachable, ExchangeFailed, ClientGone):
+                    continue
+                if answer.status < 500:  # 401 when the worker wants a key: it is there all the same
+                    logger.info("worker %s: back", worker.name)
+                    with self._lock:
+                        worker.healthy = True
+
+    def drain(self) -> None:
+        """The gateway is about to end: no worker is worth probing any more. Requests still pass."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """End the probing thread and the idle connections. Call it when no request is left."""
+        self._stop.set()
+        with self._lock:
+            prober = self._prober
+        if prober is not None:
+            prober.join()
+        for worker in self._workers:
+            worker.close()
