@@ -91,16 +91,17 @@ def open_backbone(export: Export, backend: str = "auto", max_length: int | None 
     """
     if backend not in ("auto", "cuda", "numpy"):
         raise BackendError(f"unknown backend {backend!r}: expected auto, cuda or numpy")
-    if backend != "numpy":
-        from jev_kernels import device
-        reason = device.unusable()
-        if reason is None:
-            from jev.ops.cuda import CudaBackbone
-            log(f"backend: cuda ({device.describe()})")
-            return CudaBackbone(export, max_length=max_length, graph=graph, log=log)
-        if backend == "cuda":
-            raise BackendError(f"OPEN_JEV_BACKEND=cuda, but {reason}")
-        log(f"backend: numpy ({reason})")
-    else:
+    if backend == "numpy":
         log("backend: numpy")
-    return NumpyBackbone(export, max_length)
+        return NumpyBackbone(export, max_length)
+    from jev_kernels import device
+    try:
+        found = device.find_device()
+    except device.NoDevice as reason:
+        if backend == "cuda":
+            raise BackendError(f"the cuda backend was asked for, but {reason}") from reason
+        log(f"backend: numpy ({reason})")
+        return NumpyBackbone(export, max_length)
+    log(f"backend: cuda on {found}")
+    from jev.cuda_backbone import CudaBackbone
+    return CudaBackbone(export, found, max_length=max_length, graph=graph, log=log)
