@@ -37,7 +37,8 @@ access_log = logging.getLogger("jev.access")
 def create_app(engine: Engine, settings: Settings) -> Flask:
     """The WSGI application that serves ``engine``; of ``settings`` it needs the key."""
     app = Flask("jev", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES           # also ends a body of unknown length there
+    # One more than allowed: a body of unknown length ends there without a word, and is recognised by that byte.
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES + 1
     app.url_map.merge_slashes = False
     key = None if settings.api_key is None else settings.api_key.encode()
 
@@ -61,7 +62,10 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
             response = _error(415, "unsupported_media_type", "a compressed body is not understood: send it as it is")
             response.headers["Accept-Encoding"] = "identity"
             return response
-        answer = engine.answer(request.get_data(cache=False), request.environ.get("waitress.client_disconnected"))
+        body = request.get_data(cache=False)
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestEntityTooLarge
+        answer = engine.answer(body, request.environ.get("waitress.client_disconnected"))
         g.answered = {"questions": len(answer["answers"]), "candidates": answer["metadata"]["candidate_sequences"],
                       "rows": answer["metadata"]["prefix_cache"]["rows"],
                       "inference_ms": round(1000 * answer["metadata"]["inference_seconds"], 3)}
