@@ -211,21 +211,23 @@ class ModelConfig:
         rope = f if rope is None else Fields(f"{f.where}: rope_parameters", {**f.data, **Fields(f.where, rope).data})
         if rope.data.get("rope_type", "default") != "default":
             raise rope.refuse("rope_type", f"only 'default' is supported, found {rope.data['rope_type']!r:.60}")
-        rope.data.setdefault("partial_rotary_factor", 0.25)
         head_dim = f.integer("head_dim")
+        # Transformers' default for this family. min: a number too large for an integer is refused like any above 1.
+        share = rope.number("partial_rotary_factor") if "partial_rotary_factor" in rope.data else 0.25
+        rotary_dim = int(head_dim * min(share, 2.0))
         config = cls(
             hidden_size=f.integer("hidden_size"), intermediate_size=f.integer("intermediate_size"),
             layer_types=_layer_types(f), num_attention_heads=f.integer("num_attention_heads"),
             num_key_value_heads=f.integer("num_key_value_heads"), head_dim=head_dim,
-            rotary_dim=int(head_dim * rope.number("partial_rotary_factor")),
+            rotary_dim=rotary_dim,
             linear_num_key_heads=f.integer("linear_num_key_heads"),
             linear_num_value_heads=f.integer("linear_num_value_heads"),
             linear_key_head_dim=f.integer("linear_key_head_dim"),
             linear_value_head_dim=f.integer("linear_value_head_dim"),
             conv_kernel=f.integer("linear_conv_kernel_dim"), vocab_size=f.integer("vocab_size"),
             rms_norm_eps=f.number("rms_norm_eps"), rope_theta=rope.number("rope_theta"))
-        if not 2 <= config.rotary_dim <= head_dim or config.rotary_dim % 2:
-            raise rope.refuse("partial_rotary_factor", f"gives {config.rotary_dim} of {head_dim} dimensions")
+        if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+            raise rope.refuse("partial_rotary_factor", f"turns {rotary_dim} of {head_dim} dimensions")
         for heads, groups in (("num_attention_heads", "num_key_value_heads"),
                               ("linear_num_value_heads", "linear_num_key_heads")):
             if getattr(config, heads) % getattr(config, groups):

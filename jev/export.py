@@ -257,12 +257,11 @@ def torch_matmul(b: np.ndarray, a: np.ndarray) -> np.ndarray:
     return (torch.from_numpy(b) @ torch.from_numpy(a)).numpy()
 
 
-def merged_pieces(name: str, base: TensorEntry, adapter: Adapter,
-                  matmul: Callable[[np.ndarray, np.ndarray], np.ndarray] = torch_matmul) -> Iterator[np.ndarray]:
+def merged_pieces(name: str, base: TensorEntry, adapter: Adapter) -> Iterator[np.ndarray]:
     """BF16 bits of ``r(W + r(B A scaling))`` in flat pieces. Raises CheckpointError for a non-finite delta or sum."""
     a, b = (read_matrix(entry) for entry in adapter.pairs[name])
     with np.errstate(over="ignore", invalid="ignore"):  # non-finite values are looked for below
-        delta = matmul(b, a)
+        delta = torch_matmul(b, a)
         delta *= np.float32(adapter.scaling)
         delta, at = delta.reshape(-1), 0
         for piece in bf16_pieces(base):
