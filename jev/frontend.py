@@ -267,7 +267,7 @@ def _error(status: int, error_type: str, message: str, *headers: tuple[str, str]
 
 
 class Gateway(Server):
-    """The gateway on a bound socket; `Server` has `run` and `stop`, and the workers stand where it expects an engine."""
+    """The gateway on a bound socket. `Server` has `run` and `stop`; the workers stand where it expects an engine."""
 
     def __init__(self, settings: GatewaySettings, sock: socket.socket) -> None:
         self.workers = Workers(settings.backends(), settings.health_timeout_ms / 1000, settings.max_response_bytes)

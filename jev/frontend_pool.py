@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import re
 import socket
 import ssl
 import threading
@@ -45,6 +46,9 @@ HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers "
     "transfer-encoding upgrade".split()
 )
+
+
+TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class Unreachable(Exception):
@@ -131,7 +135,7 @@ class _StrictResponse(http.client.HTTPResponse):
         lengths = set(self.headers.get_all("content-length", []))
         if self.status < 200:
             raise http.client.HTTPException("an interim status where a final one was due")
-        if self.headers.defects:
+        if self.headers.defects or not all(map(TOKEN.fullmatch, self.headers.keys())) or not self.reason.isprintable():
             raise http.client.HTTPException("malformed headers")
         if codings and (len(codings) > 1 or codings[0].strip().lower() != "chunked"):
             raise http.client.HTTPException("an unknown transfer coding")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import socket
 import threading
 import time
 
 import pytest
 
-from jev import frontend, frontend_pool
+from jev import frontend_pool
 from jev.frontend import GatewaySettings, SettingsError
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
@@ -76,14 +75,14 @@ def test_nothing_is_added_to_a_bare_request(worker, gate):
 
 def test_response_headers_pass_but_for_those_of_the_connection(worker, gate):
     worker.script = answer(
-        "200 OK", b"x", "Server: worker/1", "Date: Thu, 01 Jan 1970 00:00:00 GMT", "set-COOKIE: a=1", "set-COOKIE: b=2",
-        "ETag: \"q\"", "Connection: keep-alive, x-private", "X-Private: 1", "Keep-Alive: timeout=9",
+        "200 OK", b"x", "Server: worker/1", "Date: Thu, 01 Jan 1970 00:00:00 GMT", "set-COOKIE: a=1",
+        "set-COOKIE: b=2", "ETag: \"q\"", "Connection: keep-alive, x-private", "X-Private: 1", "Keep-Alive: timeout=9",
         "Proxy-Authenticate: Basic", "Trailer: X", "Upgrade: h2c", "Via: 1.1 inner", "X-Folded: a\r\n  b")
     head, _, body = gate.raw(b"POST /v1/systemone HTTP/1.1\r\nConnection: close\r\n\r\n").partition(b"\r\n\r\n")
     assert body == b"x"
     assert head.decode().split("\r\n") == [
-        "HTTP/1.1 200 OK", "Server: worker/1", "Date: Thu, 01 Jan 1970 00:00:00 GMT", "set-COOKIE: a=1", "set-COOKIE: b=2",
-        "ETag: \"q\"", "Via: 1.1 inner", "X-Folded: a b", "Content-Length: 1", "Connection: close"]
+        "HTTP/1.1 200 OK", "Server: worker/1", "Date: Thu, 01 Jan 1970 00:00:00 GMT", "set-COOKIE: a=1",
+        "set-COOKIE: b=2", "ETag: \"q\"", "Via: 1.1 inner", "X-Folded: a b", "Content-Length: 1", "Connection: close"]
 
 
 def test_bodies_are_the_same_bytes(worker, gate):
@@ -96,10 +95,11 @@ def test_bodies_are_the_same_bytes(worker, gate):
 
 
 def test_chunked_both_ways(worker, gate):
+    chunks = b"3;x=1\r\nabc\r\n002\r\nde\r\n0\r\nX-Trailer: 1\r\n\r\n"
     worker.script = lambda sock, request: sock.sendall(
-        reply("200 OK", b"3;x=1\r\nabc\r\n002\r\nde\r\n0\r\nX-Trailer: 1\r\n\r\n", "Transfer-Encoding: Chunked", length=False))
-    raw = (b"POST /v1/systemone HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\nConnection: close\r\n\r\n"
-           b"2\r\n{\x00\r\n1\r\n}\r\n0\r\n\r\n")
+        reply("200 OK", chunks, "Transfer-Encoding: Chunked", length=False))
+    raw = (b"POST /v1/systemone HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n"
+           b"Connection: close\r\n\r\n2\r\n{\x00\r\n1\r\n}\r\n0\r\n\r\n")
     head, _, body = gate.raw(raw).partition(b"\r\n\r\n")
     assert body == b"abcde" and b"Content-Length: 5" in head and b"ransfer" not in head and b"railer" not in head
     assert worker.requests[0].body == b"{\x00}" and worker.requests[0].all("Content-Length") == ["3"]
@@ -116,7 +116,8 @@ def test_an_answer_that_ends_with_its_connection(worker, gate):
 
 def test_expect_is_answered_here(worker, gate):
     with gate.connect() as sock:
-        sock.sendall(b"POST /v1/systemone HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\nConnection: close\r\n\r\n")
+        sock.sendall(b"POST /v1/systemone HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 2\r\n"
+                     b"Connection: close\r\n\r\n")
         assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         sock.sendall(b"{}")
         assert sock.recv(100).startswith(b"HTTP/1.1 200 OK")
@@ -153,7 +154,7 @@ def test_other_requests_are_refused_here(worker, gate, method, path, status, all
     assert worker.requests == []
 
 
-# Connections -----------------------------------------------------------------------------------------------------------
+# Connections -----------------------------------------------------------------------------------------------------
 
 
 def test_connections_are_reused_at_both_ends(worker, gate):
@@ -220,14 +221,14 @@ def test_more_decisions_than_allowed_are_refused_and_health_still_answers(worker
         assert gate.ask().status == 200
 
 
-# Settings --------------------------------------------------------------------------------------------------------------
+# Settings --------------------------------------------------------------------------------------------------------
 
 
 def test_the_settings():
     assert GatewaySettings.from_environment({}) == GatewaySettings()
     settings = GatewaySettings.from_environment(
-        {"OMNI_JEV_BIND": "[::1]:80", "OMNI_JEV_BACKEND_URL": " http://a:1/p/ , https://b ", "OMNI_JEV_HEALTH_TIMEOUT_MS": "",
-         "OMNI_JEV_MAX_RESPONSE_BYTES": "7"}, queue="3")
+        {"OMNI_JEV_BIND": "[::1]:80", "OMNI_JEV_BACKEND_URL": " http://a:1/p/ , https://b ",
+         "OMNI_JEV_HEALTH_TIMEOUT_MS": "", "OMNI_JEV_MAX_RESPONSE_BYTES": "7"}, queue="3")
     assert settings.address() == ("::1", 80)
     assert settings.backends() == ["http://a:1/p", "https://b"]
     assert (settings.health_timeout_ms, settings.max_response_bytes, settings.queue) == (2000, 7, 3)
@@ -248,8 +249,9 @@ def test_the_settings():
     ("BACKEND_URL", "ftp://hunter2", "http:// or https://"),
     ("BACKEND_URL", "http://a,http://a/", "twice"),
     ("BACKEND_URL", "http://a,", "entry 2"),
-    ("BIND", "localhost:hunter2", "IP address"), ("BIND", "localhost:8080", "IP address"), ("BIND", "8080", "IP address"),
-    ("BIND", "::1:80", "IP address"), ("BIND", "127.0.0.1:65536", "IP address"), ("BIND", "[127.0.0.1]:1", "IP address"),
+    ("BIND", "localhost:hunter2", "IP address"), ("BIND", "localhost:8080", "IP address"),
+    ("BIND", "8080", "IP address"), ("BIND", "::1:80", "IP address"), ("BIND", "127.0.0.1:65536", "IP address"),
+    ("BIND", "[127.0.0.1]:1", "IP address"),
     ("HEALTH_TIMEOUT_MS", "hunter2", "integer"), ("HEALTH_TIMEOUT_MS", "0", "integer"),
     ("MAX_RESPONSE_BYTES", "-1", "integer"), ("MAX_RESPONSE_BYTES", "9" * 30, "integer"), ("QUEUE", "1.5", "integer")])
 def test_a_wrong_setting_is_named_and_its_value_is_not(name, value, says):

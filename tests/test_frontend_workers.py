@@ -20,6 +20,7 @@ from jev import frontend_pool
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
 ROOT = Path(__file__).resolve().parent.parent
+COMMAND = [sys.executable, "-m", "jev", "frontend"]
 
 
 @pytest.fixture
@@ -94,7 +95,8 @@ def test_a_request_that_may_have_run_is_not_given_to_another(two):
 
 
 @pytest.mark.parametrize("failing", [
-    lambda sock, request: True, lambda sock, request: sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n") or True,
+    lambda sock, request: True,
+    lambda sock, request: sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n") or True,
     answer("503 Service Unavailable", b"draining", "Retry-After: 5")], ids=["hangs up", "breaks off", "503"])
 def test_a_failing_worker_is_set_aside_until_it_is_well(two, failing):
     a, b = two
@@ -149,7 +151,7 @@ def test_health_is_that_of_any_ready_worker(two):
         assert eventually(lambda: gate.health().body == b"b")
 
 
-# TLS -------------------------------------------------------------------------------------------------------------------
+# TLS -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
@@ -173,7 +175,7 @@ def test_a_worker_behind_tls(tmp_path, monkeypatch):
             assert gate.health().status == 504
 
 
-# The process -----------------------------------------------------------------------------------------------------------
+# The process -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -181,8 +183,7 @@ def process(worker, **environ):
     """`jev frontend` before a worker: (process, port)."""
     port = closed_port()
     env = {**os.environ, "OMNI_JEV_BIND": f"127.0.0.1:{port}", "OMNI_JEV_BACKEND_URL": worker.url, **environ}
-    child = subprocess.Popen([sys.executable, "-c", "from jev.frontend import main; raise SystemExit(main())"], cwd=ROOT,
-                             env=env, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(COMMAND, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
     try:
         assert "listening" in child.stderr.readline()
         yield child, port
@@ -192,7 +193,7 @@ def process(worker, **environ):
         child.stderr.close()
 
 
-def post(port, body, sock=None):
+def post(port, body):
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
         sock.sendall(b"POST /v1/systemone HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer hunter2\r\n"
                      b"Content-Length: %d\r\n\r\n" % len(body) + body)
@@ -236,8 +237,7 @@ def test_large_uploads_are_spooled_and_the_end_is_orderly():
     (["--backend-url", "http://me:hunter2@host"], {}), ([], {"OMNI_JEV_BACKEND_URL": "http://me:hunter2@host"}),
     (["--bind", "hunter2"], {}), (["--health-timeout-ms", "hunter2"], {})])
 def test_a_wrong_setting_ends_with_one_line(argv, environ):
-    code = "import sys; from jev.frontend import main; raise SystemExit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, env={**os.environ, **environ},
+    done = subprocess.run([*COMMAND, *argv], cwd=ROOT, env={**os.environ, **environ},
                           capture_output=True, text=True, timeout=20)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("jev frontend: ") and "hunter2" not in done.stderr
@@ -245,7 +245,6 @@ def test_a_wrong_setting_ends_with_one_line(argv, environ):
 
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        code = "from jev.frontend import main; raise SystemExit(main())"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20,
+        done = subprocess.run(COMMAND, cwd=ROOT, capture_output=True, text=True, timeout=20,
                               env={**os.environ, "OMNI_JEV_BIND": f"127.0.0.1:{sock.getsockname()[1]}"})
     assert done.returncode == 1 and "cannot listen" in done.stderr and done.stderr.count("\n") == 1
