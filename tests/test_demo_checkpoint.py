@@ -62,7 +62,8 @@ def test_its_tokenizer(demo, tokenization_vectors):
     for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"):
         assert tokenizer.encode(name).ids == [tokenizer.token_to_id(name)]
     assert tokenizer.encode("a <|im_end|> b<|im_end|>").tokens.count("<|im_end|>") == 2
-    for text in (CHAT_PREFIX + "Is the parcel damaged?" + CHAT_SUFFIX, "naïve 東京 \U0001F600\r\n\t  x", "123 don't\n\n\n"):
+    prompt = CHAT_PREFIX + "Is the parcel damaged?" + CHAT_SUFFIX
+    for text in (prompt, "naïve 東京 \U0001F600\r\n\t  x", "123 don't\n\n\n"):
         ids = tokenizer.encode(text).ids
         assert max(ids) < VOCAB_SIZE and tokenizer.decode(ids, skip_special_tokens=False) == text
     # NFC, digits one by one, words in few tokens
