@@ -1,0 +1,219 @@
+"""What the GEMMs decide before a GPU is asked: configurations, tensor maps, choices and where they are kept."""
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import warnings
+
+import numpy as np
+import pytest
+from numba import cuda
+from numba.cuda.core import config
+
+if config.ENABLE_CUDASIM:
+    pytest.skip("tensor maps and wgmma are not simulated", allow_module_level=True)
+
+from jev_kernels import device, gemm, hopper_gemm                      # noqa: E402
+from jev_kernels.cublaslt import Algorithm, layout                      # noqa: E402
+
+SHAPES = [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408),              # 27B
+          (12352, 4096), (10240, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]              # 9B
+
+
+class Fake:
+    """A device array as far as the checks look at one."""
+
+    def __init__(self, rows, cols, stride=None, dtype=np.uint16, at=4096):
+        self.shape, self.dtype, self.ndim = (rows, cols), np.dtype(dtype), 2
+        self.strides = ((stride or cols) * 2, 2)
+        self.__cuda_array_interface__ = {"data": (at, False), "shape": self.shape, "strides": self.strides}
+
+
+# ---------------------------------------------------------------- our kernel's configurations
+@pytest.mark.parametrize("n,k", SHAPES)
+@pytest.mark.parametrize("m", [1, 7, 8, 63, 64, 65, 107, 127, 128])
+@pytest.mark.parametrize("multiprocessors", [114, 132])
+def test_configuration_covers_the_product(n, k, m, multiprocessors):
+    assert hopper_gemm.refusal(m, n, k, multiprocessors=multiprocessors) is None
+    c = hopper_gemm.choose(m, n, multiprocessors)
+    assert c.smem <= hopper_gemm.SMEM_LIMIT and c.stages >= 3
+    assert k % (64 * c.slices) == 0
+    assert c.bn % 8 == 0 and (c.w_rows * 128) % 1024 == 0                  # parts of a tile start at swizzle atoms
+    assert c.w_rows % c.w_box == 0 and c.w_box <= 256
+    x_rows = c.x_rows(m)
+    assert x_rows % 8 == 0 and x_rows <= 256
+    assert m <= c.cluster * x_rows and x_rows <= c.groups * 64
+    slabs = c.grid(n) // (c.cluster if c.split else 1)
+    assert slabs * c.bn >= n
+    assert c.grid(n) <= multiprocessors and c.grid(n) % c.cluster == 0     # one block a multiprocessor
+
+
+@pytest.mark.parametrize("m,n,k,words", [
+    (129, 5120, 5120, "rows"), (0, 5120, 5120, "rows"), (64, 5124, 5120, "multiple of 8"), (64, 5120, 5152, "multiple"),
+    (64, 200000, 5120, "weight rows"), (64, 4, 5120, "multiple of 8")])
+def test_refusals_say_why(m, n, k, words):
+    assert words in hopper_gemm.refusal(m, n, k)
+
+
+def test_other_gpus_are_refused():
+    assert "9.0" in hopper_gemm.refusal(64, 5120, 5120, (8, 0))
+    assert "9.0" in hopper_gemm.refusal(64, 5120, 5120, (10, 0))
+
+
+def test_tensor_map_dimensions():
+    assert hopper_gemm.map_dimensions(107, 5120, 5120, 56) == ((5120, 107), (10240,), (64, 56))
+    assert hopper_gemm.map_dimensions(107, 5120, 16480, 256)[1] == (32960,)                   # a slice of wider rows
+    for rows, cols, stride, box in ((8, 64, 64, 12), (8, 64, 64, 264), (8, 64, 64, 0), (8, 64, 56, 8), (8, 64, 68, 8)):
+        with pytest.raises(ValueError):
+            hopper_gemm.map_dimensions(rows, cols, stride, box)
+
+
+# ---------------------------------------------------------------- budgets
+BUDGETS = {name: entry for module in (gemm, hopper_gemm) for name, entry in module.kernels().items()}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_registers_and_spills(name, tmp_path):
+    kernel, capabilities, registers, spills = BUDGETS[name]
+    ptxas = shutil.which("ptxas")
+    for cc in capabilities:
+        text = kernel.compile_ptx(cc)
+        arch = f"sm_{cc[0]}{cc[1]}{''.join(cc[2:])}"
+        assert f".target {arch}" in text
+        if ptxas is None:
+            continue
+        text = re.sub(r"\.version 9\.[1-9]", ".version 9.0", text)        # for a ptxas older than the compiler
+        source = tmp_path / "kernel.ptx"
+        source.write_text(text)
+        out = subprocess.run([ptxas, "-v", f"-arch={arch}", source, "-o", tmp_path / "kernel.cubin"],
+                             capture_output=True, text=True)
+        report = out.stdout + out.stderr
+        assert out.returncode == 0, report
+        assert int(re.search(r"Used (\d+) registers", report)[1]) <= registers
+        assert sum(map(int, re.findall(r"(\d+) bytes spill", report))) <= spills
+
+
+# ---------------------------------------------------------------- what linear_plan refuses
+def test_layout_of_slices():
+    key, alignment = layout(Fake(256, 5120, 16480), Fake(640, 5120), Fake(128, 640, 1280, at=4096 + 32), 107)
+    assert key == (107, 640, 5120, 16480, 5120, 1280) and alignment == 16
+    assert layout(Fake(256, 64), Fake(8, 64), Fake(256, 8), 256)[1] == 256
+
+
+@pytest.mark.parametrize("x,weight,y,rows,words", [
+    (Fake(128, 64, dtype=np.int16), Fake(8, 64), Fake(128, 8), 128, "x: BF16"),
+    (Fake(128, 72), Fake(8, 64), Fake(128, 8), 128, "x: 72 columns"),
+    (Fake(128, 64), Fake(8, 64), Fake(128, 16), 128, "y: 16 columns"),
+    (Fake(128, 64), Fake(8, 64), Fake(127, 8), 128, "rows: 128"),
+    (Fake(128, 64), Fake(8, 64), Fake(128, 8), 0, "rows: 0"),
+    (Fake(128, 64, at=4096 + 2), Fake(8, 64), Fake(128, 8), 128, "x: rows must start"),
+    (Fake(128, 64), Fake(8, 64), Fake(128, 8, 12), 128, "y: rows must start"),
+    (Fake(128, 64), Fake(8, 64, 56), Fake(128, 8), 128, "weight: columns must be contiguous")])
+def test_layout_names_the_argument(x, weight, y, rows, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        layout(x, weight, y, rows)
+
+
+# ---------------------------------------------------------------- choices
+def test_majority_is_deterministic():
+    assert gemm.majority([0, 1, 1, 2]) == 1
+    assert gemm.majority([3, 1, 1, 3]) == 3
+    with pytest.raises(ValueError):
+        gemm.majority([])
+
+
+def test_fastest_ignores_noise_and_favours_our_kernel():
+    assert gemm.fastest([("a", 10.0), ("b", 9.97)])[0] == "a"
+    assert gemm.fastest([("a", 10.0), ("b", 9.0)]) == ("b", 9.0)
+    assert gemm.fastest([("a", 10.0), (gemm.OWN, 10.2)]) == (gemm.OWN, 10.2)
+    assert gemm.fastest([("a", 10.0), (gemm.OWN, 10.5)])[0] == "a"
+    with pytest.raises(ValueError):
+        gemm.fastest([])
+
+
+def test_algorithms_survive_text():
+    a = Algorithm((1, 2**64 - 1, 0, 4, 5, 6, 7, 8))
+    assert Algorithm.parse(str(a)) == a
+    for text in ("own", "lt:1:2", "lt:x:0:0:0:0:0:0:0"):
+        with pytest.raises(ValueError):
+            Algorithm.parse(text)
+
+
+# ---------------------------------------------------------------- the file
+def test_cache_round_trip_and_other_keys(tmp_path):
+    path = tmp_path / "a" / "gemm.json"
+    one, other = gemm.TuningCache(path, "gpu 1"), gemm.TuningCache(path, "gpu 2")
+    one.put("8x64", "reference", "own")
+    one.put("8x64", "128/64/64/8/256", ["own", 1.5])
+    one.save()
+    other.put("8x64", "reference", "lt:0")
+    other.save()
+    again = gemm.TuningCache(path, "gpu 1")
+    assert again.get("8x64", "128/64/64/8/256") == ["own", 1.5] and again.get("8x64", "reference") == "own"
+    assert again.get("8x64", "64/64/64/8/256") is None and again.get("9x9", "reference") is None
+    assert gemm.TuningCache(path, "gpu 2").get("8x64", "reference") == "lt:0"
+    assert gemm.TuningCache(path, "gpu 3").choices == {}
+    assert [p.name for p in path.parent.iterdir()] == ["gemm.json"]         # nothing left beside it
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "", "\x00\xff"])
+def test_a_damaged_file_is_ignored_with_a_warning(tmp_path, damage):
+    path = tmp_path / "gemm.json"
+    path.write_text(damage)
+    with pytest.warns(UserWarning, match="measured again"):
+        cache = gemm.TuningCache(path, "gpu")
+    assert cache.choices == {}
+    cache.put("8x64", "reference", "own")
+    cache.save()
+    assert gemm.TuningCache(path, "gpu").get("8x64", "reference") == "own"
+
+
+def test_edited_choices_are_not_trusted(tmp_path):
+    path = tmp_path / "gemm.json"
+    cache = gemm.TuningCache(path, "gpu")
+    cache.put("8x64", "128", ["own", 1.0])
+    cache.save()
+    content = json.loads(path.read_text())
+    content["gpu"]["choices"]["8x64"]["128"][0] = "lt:1:2:3:4:5:6:7:8"
+    path.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="damaged"):
+        assert gemm.TuningCache(path, "gpu").choices == {}
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cache = gemm.TuningCache(tmp_path / "file" / "gemm.json", "gpu")
+    cache.put("8x64", "128", ["own", 1.0])
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        cache.save()
+    assert gemm.TuningCache(None, "gpu").save() is None
+
+
+# ---------------------------------------------------------------- device.py, as far as it goes without one
+def test_array_bytes():
+    assert device.array_bytes(1) == 256 and device.array_bytes((128, 64)) == 16384
+    assert device.array_bytes((3, 5), np.float32) == 256 and device.array_bytes((0, 8)) == 0
+
+
+@pytest.mark.parametrize("shape,limit", [((10, 8), 48), ((10, 8), 1000), ((3, 5, 7), 14), ((2, 100), 32), ((), 2)])
+def test_slabs_cut_in_order(shape, limit):
+    array = np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
+    parts = list(device.slabs(array, limit))
+    assert all(p.nbytes <= limit for p in parts)
+    assert np.array_equal(np.concatenate([p.reshape(-1) for p in parts]), array.reshape(-1))
+
+
+def test_slabs_of_permuted_rows():
+    array = np.arange(2 * 3 * 4 * 5, dtype=np.uint16).reshape(2, 3, 4, 5).transpose(1, 0, 2, 3)
+    parts = list(device.slabs(array, 40))
+    assert np.array_equal(np.concatenate([p.reshape(-1) for p in parts]), array.reshape(-1))
+
+
+@pytest.mark.skipif(cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_error_says_what_is_missing():
+    with pytest.raises(device.NoDevice, match="driver"):
+        device.find_device()

@@ -1,0 +1,98 @@
+"""Times the GEMMs of the backbone: our kernel, the best admitted cuBLASLt algorithm, cuBLASLt's first guess, the floor.
+
+    python tools/bench_gemm.py --model 27b --rows 96,107,128,192,256 --json gemm.json
+
+Each figure is the median of replays of a CUDA graph of several launches, with weights that are not in the L2 cache, the
+contenders in turns. Every candidate's bits are compared with the reference order of its shape, as in serving.
+floor = max(bytes / bandwidth, operations / rate): bandwidth is a device copy measured in the same run, counting bytes
+read and written; the rate is --tflops, what a large square product reaches on the GPU in question (H200: 790).
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from jev_kernels import device
+from jev_kernels.gemm import OWN, Gemm
+
+# N x K and how many of them a forward pass runs
+MODELS = {
+    "27b": {"linear attention in": (16480, 5120, 48), "attention in": (14336, 5120, 16), "out": (5120, 6144, 64),
+            "gate, up": (34816, 5120, 64), "down": (5120, 17408, 64)},
+    "9b": {"linear attention in": (12352, 4096, 24), "attention in": (10240, 4096, 8), "out": (4096, 4096, 32),
+           "gate, up": (24576, 4096, 32), "down": (4096, 12288, 32)},
+}
+
+
+def bandwidth(stream, nbytes: int = 2 << 30) -> float:
+    """Bytes read and written a second by a device copy: the best of five."""
+    with device.Arena(2 * nbytes, "measuring the bandwidth") as arena:
+        a, b = arena.take(nbytes // 2), arena.take(nbytes // 2)
+        device.fill(a, 0x3F80, stream)
+        best = 0.0
+        for _ in range(6):
+            start = device.Event().record(stream)
+            device.copy(b, a, stream)
+            end = device.Event().record(stream)
+            end.synchronize()
+            best = max(best, 2 * nbytes / (start.milliseconds_to(end) * 1e-3))
+    return best
+
+
+def row(gemm: Gemm, n: int, k: int, m: int, copy_rate: float, tflops: float) -> dict:
+    """All figures of one weight shape at one number of rows, us."""
+    key = (m, n, k, k, k, n)
+    found = gemm.admit(key)
+    admitted = [c.algorithm for c in found if c.differing == 0]
+    first = next((str(a) for a in gemm.blas.heuristics(key, 256)), None)
+    times = gemm.measure(key, list(dict.fromkeys(admitted + ([first] if first else []))))
+    blas = {name: us for name, us in times.items() if name != OWN and name in admitted}
+    best = min(blas, key=blas.get, default=None)
+    floor = max(2 * (n * k + m * k + m * n) / copy_rate, 2 * n * k * m / (tflops * 1e12)) * 1e6
+    used = min((times[name] for name in admitted), default=float("nan"))
+    return {"n": n, "k": k, "rows": m, "own": times.get(OWN), "cublaslt": blas.get(best), "algorithm": best,
+            "first": times.get(first), "floor": floor, "share": floor / used, "candidates": len(found),
+            "refused": [c.algorithm for c in found if c.differing], "best": used}
+
+
+def main(arguments=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="27b")
+    parser.add_argument("--rows", default="64,96,107,128,192,256,320,384,512,1024,2334,3399")
+    parser.add_argument("--tflops", type=float, default=790.0, help="matrix rate of the GPU, for the floor")
+    parser.add_argument("--json", help="also write everything here")
+    options = parser.parse_args(arguments)
+    gpu = device.find_device()
+    gemm = Gemm(gpu)
+    copy_rate = bandwidth(gemm.stream)
+    print(f"{gpu}; cuBLASLt {gemm.blas.version}; copy {copy_rate / 1e12:.2f} TB/s; matrix rate taken {options.tflops:.0f}"
+          " TFLOP/s", flush=True)
+    print(f"{'N x K':>14} {'rows':>5} {'own':>8} {'cublasLt':>8} {'first':>8} {'floor':>8} {'share':>6}  bits", flush=True)
+    rows, results = [int(m) for m in options.rows.split(",")], []
+    started = time.perf_counter()
+    for n, k, _ in MODELS[options.model].values():
+        gemm.trial(n, k, max(rows))
+        for m in rows:
+            r = row(gemm, n, k, m, copy_rate, options.tflops)
+            results.append(r)
+            own, blas, first = (f"{r[w]:8.1f}" if r[w] else "       -" for w in ("own", "cublaslt", "first"))
+            print(f"{n:>6} x {k:<5} {m:>5} {own} {blas} {first} {r['floor']:8.1f} {r['share']:6.2f}  "
+                  f"{r['candidates'] - len(r['refused'])} of {r['candidates']} admitted", flush=True)
+    gemm.release()
+    print("a forward pass, ms of GEMM")
+    for m in rows:
+        per_forward = {(n, k): count for n, k, count in MODELS[options.model].values()}
+        sums = {w: sum((r[w] or float("nan")) * per_forward[r["n"], r["k"]] for r in results if r["rows"] == m) / 1e3
+                for w in ("best", "cublaslt", "first", "floor")}
+        print(f"{m:>5}: best {sums['best']:7.2f}  cublasLt {sums['cublaslt']:7.2f}  first {sums['first']:7.2f}  "
+              f"floor {sums['floor']:7.2f}", flush=True)
+    print(f"{time.perf_counter() - started:.1f} s")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"gpu": str(gpu), "cublaslt": gemm.blas.version, "copy": copy_rate, "rows": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
