@@ -48,6 +48,8 @@ HOP_BY_HOP = frozenset(
 )
 
 
+MAX_HEADERS, MAX_LINE_BYTES = 100, 65536
+STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t\x20-\x7e\x80-\xff]*))?")
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -92,14 +94,17 @@ class _Timed:
 
     deadline: float = 0.0
     gone: Callable[[], bool]
-    more: bool = False  # the next write is a header with its body right behind: one segment for both
+    hold: bool = False  # the next write is a header with a body right behind: they leave together
+    held: bytes = b""
 
     def _wait(self, call: Callable, *args):
         while True:
             left = self.deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError("deadline passed")
-            self.settimeout(min(left, GLANCE_SECONDS))
+            seconds = min(left, GLANCE_SECONDS)
+            if self.gettimeout() != seconds:  # setting it costs a system call
+                self.settimeout(seconds)
             try:
                 return call(*args)
             except TimeoutError:
@@ -110,37 +115,86 @@ class _Timed:
         return self._wait(super().recv_into, *args)
 
     def sendall(self, data, flags: int = 0) -> None:
-        if self.more:
-            self.more = False
-            flags |= self.MORE
+        if self.hold:
+            self.hold, self.held = False, data
+            return
+        if self.held:
+            self.held, data = b"", self.held + data
         view = memoryview(data).cast("B")
         while view:
             view = view[self._wait(super().send, view, flags) :]
 
 
 class _Socket(_Timed, socket.socket):
-    MORE = getattr(socket, "MSG_MORE", 0)
+    pass
 
 
 class _TLSSocket(_Timed, ssl.SSLSocket):
-    MORE = 0  # TLS takes no flags
+    pass
 
 
-class _StrictResponse(http.client.HTTPResponse):
-    """http.client is lenient where leniency loses track of where a response ends; a gateway must not be."""
+class _Response(http.client.HTTPResponse):
+    """http.client's response with its head read strictly: a gateway must never lose track of where an answer ends.
+
+    The e-mail parser that http.client uses for headers forgives too much, and takes longer than all the rest.
+    """
 
     def begin(self) -> None:
-        super().begin()
-        codings = self.headers.get_all("transfer-encoding", [])
-        lengths = set(self.headers.get_all("content-length", []))
-        if self.status < 200:
+        if self.headers is not None:
+            return
+        while (status := self._status_line()) == 100:
+            self._header_lines()
+        if status < 200:
             raise http.client.HTTPException("an interim status where a final one was due")
-        if self.headers.defects or not all(map(TOKEN.fullmatch, self.headers.keys())) or not self.reason.isprintable():
-            raise http.client.HTTPException("malformed headers")
-        if codings and (len(codings) > 1 or codings[0].strip().lower() != "chunked"):
+        self.headers = self.msg = http.client.HTTPMessage()
+        for name, value in self._header_lines():
+            self.headers.add_header(name, value)
+        codings, lengths, connection = (
+            [token.strip(" \t").lower() for value in self.headers.get_all(name, ()) for token in value.split(",")]
+            for name in ("Transfer-Encoding", "Content-Length", "Connection"))
+        if codings not in ([], ["chunked"]):
             raise http.client.HTTPException("an unknown transfer coding")
-        if len(lengths) > 1 or not all(v.strip().isascii() and v.strip().isdigit() for v in lengths):
+        if len(set(lengths)) > 1 or lengths and not (lengths[0].isascii() and lengths[0].isdigit()):
             raise http.client.HTTPException("an invalid Content-Length")
+        self.chunked, self.chunk_left = bool(codings), None
+        if status in (204, 304):
+            self.length, self.chunked = 0, False
+        else:
+            self.length = int(lengths[0]) if lengths and not self.chunked else None
+        until_closed = self.length is None and not self.chunked
+        self.will_close = until_closed or "close" in connection or self.version == 10 and "keep-alive" not in connection
+
+    def _status_line(self) -> int:
+        match = STATUS_LINE.fullmatch(self._line())
+        if match is None:
+            raise http.client.BadStatusLine("not an HTTP/1 status line")
+        self.version = 10 + int(match[1])
+        self.code = self.status = int(match[2])
+        self.reason = (match[3] or b"").decode("latin-1")
+        return self.status
+
+    def _header_lines(self) -> list[tuple[str, str]]:
+        items: list[tuple[str, str]] = []
+        while line := self._line():
+            text = line.decode("latin-1")
+            if line[0] in b" \t" and items:  # a folded line is part of the value before it
+                name, value = items.pop()
+                items.append((name, value + " " + text.strip(" \t")))
+                continue
+            name, colon, value = text.partition(":")
+            if not colon or not TOKEN.fullmatch(name) or "\r" in value or "\0" in value:
+                raise http.client.HTTPException("malformed headers")
+            items.append((name, value.strip(" \t")))
+            if len(items) > MAX_HEADERS:
+                raise http.client.HTTPException("too many headers")
+        return items
+
+    def _line(self) -> bytes:
+        """The next line without its end."""
+        line = self.fp.readline(MAX_LINE_BYTES)
+        if not line.endswith(b"\n"):
+            raise http.client.HTTPException("a line that is too long, or no line at all")
+        return line[:-2] if line.endswith(b"\r\n") else line[:-1]
 
     def _read_next_chunk_size(self) -> int:
         size = super()._read_next_chunk_size()
@@ -150,14 +204,14 @@ class _StrictResponse(http.client.HTTPResponse):
 
 
 class _Connection(HTTPConnection):
-    response_class = _StrictResponse
+    response_class = _Response
 
     def _new_conn(self) -> socket.socket:
         return _Socket(fileno=super()._new_conn().detach())
 
 
 class _TLSConnection(HTTPSConnection):
-    response_class = _StrictResponse
+    response_class = _Response
 
 
 class _Headers:
@@ -210,7 +264,7 @@ class Worker:
         """
         connection = self._connection(deadline)
         sock = connection.sock
-        sock.deadline, sock.gone, sock.more = deadline, gone, length > 0
+        sock.deadline, sock.gone, sock.hold = deadline, gone, length > 0
         reusable = False
         try:
             sent = self._send(connection, method, target, headers, body, length)
@@ -259,10 +313,7 @@ class Worker:
                 if size > limit:
                     raise ExchangeFailed("the worker's answer is too large")
                 blocks.append(block)
-            # A value folded over several lines, which recent urllib3 unfolds itself, may not go on that way.
-            pairs = [(name, " ".join(value.split()) if "\r" in value or "\n" in value else value)
-                     for name, value in response.headers.iteritems()]
-            return Answer(response.status, response.reason or "", end_to_end(pairs), b"".join(blocks))
+            return Answer(response.status, response.reason, end_to_end(response.headers.iteritems()), b"".join(blocks))
         finally:
             response.close()
 

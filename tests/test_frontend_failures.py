@@ -65,7 +65,7 @@ def reset(sock, request):
 @pytest.mark.parametrize("script", [
     send(b""), reset,
     send(b"HTTP/1.1"), send(b"SSH-2.0-x\r\n"), send(b"HTTP/1.1 999999 X\r\n\r\n"), send(b"\x00" * 100),
-    send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX: "),
+    send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX: "), send(b"HTTP/1.1 200 OK\r\nX: y\r\n"),
     send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nno colon here\r\nX: y\r\n\r\nabcde"),
     send(b"HTTP/1.1 200 OK\r\nContent-Length : 5\r\n\r\nabcde", close=False),
     send(b"HTTP/1.1 200 O\rK\r\nContent-Length: 5\r\n\r\nabcde", close=False),
@@ -87,11 +87,11 @@ def reset(sock, request):
     send(reply("200 OK", b"3e9\r\n" + b"x" * 1001 + b"\r\n0\r\n\r\n", CHUNKED, length=False), close=False),
     send(reply("200 OK", b"1\r\nx\r\n" * 1001 + b"0\r\n\r\n", CHUNKED, length=False), close=False),
     send(reply("200 OK", b"x" * 1001, length=False)),
-], ids=["closed", "reset", "half a status", "not HTTP", "status too large", "zeros", "half the headers", "no colon",
-        "space before the colon", "return in the status", "interim",
-        "short body", "two lengths", "negative length", "hexadecimal length", "unknown coding", "two codings",
-        "half a chunk", "no last chunk", "negative chunk", "bad chunk", "500 headers", "long header", "too large",
-        "huge length", "one large chunk", "many chunks", "too large until the end"])
+], ids=["closed", "reset", "half a status", "not HTTP", "status too large", "zeros", "half the headers", "half the lines",
+        "no colon", "space before the colon", "return in the status", "interim", "short body", "two lengths",
+        "negative length", "hexadecimal length", "unknown coding", "two codings", "half a chunk", "no last chunk",
+        "negative chunk", "bad chunk", "500 headers", "long header", "too large", "huge length", "one large chunk",
+        "many chunks", "too large until the end"])
 def test_no_usable_answer(worker, gate, short, script):
     worker.script = script
     started = time.monotonic()

@@ -1,0 +1,149 @@
+"""What the gateway adds: the same requests to a worker directly and through `jev frontend`, on loopback.
+
+    python tools/bench_gateway.py [--requests 2000] [--out gateway.json]
+
+The worker is a process that answers at once with a fixed response, so that nothing but transport is measured. Direct
+and forwarded requests alternate in small blocks, which spreads whatever else the machine does over both. Each client
+keeps one connection. "added" is the difference of the medians; the target is at most 0.5 ms for one client.
+Needs nothing but this package and Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET_MS = 0.5
+BLOCK = 50
+
+WORKER = r"""
+import socket, sys, threading
+reply = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nDate: Thu, 01 Jan 1970 00:00:00 GMT\r\n" \
+        b"X-Request-Id: 0123456789abcdef\r\nContent-Length: %d\r\n\r\n" % int(sys.argv[1]) + b" " * int(sys.argv[1])
+def serve(sock):
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    data = b""
+    while True:
+        while b"\r\n\r\n" not in data:
+            more = sock.recv(65536)
+            if not more:
+                return
+            data += more
+        head, _, data = data.partition(b"\r\n\r\n")
+        length = next(int(l[15:]) for l in head.split(b"\r\n") if l.lower().startswith(b"content-length:"))
+        while len(data) < length:
+            data += sock.recv(65536)
+        data = data[length:]
+        sock.sendall(reply)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+
+
+class Client:
+    """One connection that sends the same request again and again."""
+
+    def __init__(self, port: int, body: bytes, expected: int) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.request = (b"POST /v1/systemone HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer 0123456789abcdef\r\n"
+                        b"Content-Type: application/json\r\nAccept: */*\r\nUser-Agent: bench\r\n"
+                        b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        self.expected = expected
+
+    def ask(self) -> float:
+        """Seconds from the first byte sent to the last one received."""
+        started = time.perf_counter()
+        self.sock.sendall(self.request)
+        data = b""
+        while (end := data.find(b"\r\n\r\n")) < 0 or len(data) < end + 4 + self.expected:
+            data += self.sock.recv(1 << 20)
+        seconds = time.perf_counter() - started
+        if not data.startswith(b"HTTP/1.1 200"):
+            raise SystemExit(f"unexpected answer: {data[:200]!r}")
+        return seconds
+
+
+def measure(ports: tuple[int, int], clients: int, body: bytes, expected: int, requests: int) -> list[list[float]]:
+    """Latencies [direct, forwarded] in seconds; `requests` each, shared by the clients."""
+    results: list[list[float]] = [[], []]
+
+    def run(barrier: threading.Barrier) -> None:
+        connections = [Client(port, body, expected) for port in ports]
+        for block in range(-1, requests // (BLOCK * clients)):               # the first block warms up
+            for connection, result in zip(connections, results):
+                barrier.wait()
+                latencies = [connection.ask() for _ in range(BLOCK)]
+                if block >= 0:
+                    result.extend(latencies)
+        for connection in connections:
+            connection.sock.close()
+
+    barrier = threading.Barrier(clients)
+    threads = [threading.Thread(target=run, args=(barrier,)) for _ in range(clients)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return results
+
+
+def summary(latencies: list[float]) -> dict[str, float]:
+    """Percentiles in milliseconds."""
+    cuts = statistics.quantiles(latencies, n=100)
+    return {f"p{p}_ms": round(1000 * cuts[p - 1], 3) for p in (10, 50, 90, 99)}
+
+
+def start(command: list[str], **environ: str) -> subprocess.Popen:
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environ}, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000, help="timed requests of each kind in each case")
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    args = parser.parse_args()
+    cases = []
+    print(f"{'case':34}{'':10}{'p10':>9}{'median':>9}{'p90':>9}{'p99':>9}  ms")
+    for name, sent, received, clients in (("2 KB in, 1 KB out, 1 client", 2000, 1000, 1),
+                                          ("64 KB in, 16 KB out, 1 client", 64_000, 16_000, 1),
+                                          ("2 KB in, 1 KB out, 8 clients", 2000, 1000, 8)):
+        worker = start([sys.executable, "-c", WORKER, str(received)])
+        worker_port = int(worker.stdout.readline())
+        gateway = start([sys.executable, "-m", "jev", "frontend"], OMNI_JEV_BIND="127.0.0.1:0",
+                        OMNI_JEV_BACKEND_URL=f"http://127.0.0.1:{worker_port}")
+        try:
+            port = next(int(line.split("127.0.0.1:")[1].split(",")[0]) for line in gateway.stderr if "listening" in line)
+            both = measure((worker_port, port), clients, b"x" * sent, received, args.requests)
+        finally:
+            for child in (gateway, worker):
+                child.terminate()
+                child.wait(10)
+        direct, forwarded = map(summary, both)
+        added = round(forwarded["p50_ms"] - direct["p50_ms"], 3)
+        for kind, figures in (("direct", direct), ("gateway", forwarded)):
+            print(f"{name if kind == 'direct' else '':34}{kind:10}" + "".join(f"{v:9.3f}" for v in figures.values()))
+        print(f"{'':34}{'added':10}{'':9}{added:9.3f}")
+        cases.append({"case": name, "clients": clients, "bytes_in": sent, "bytes_out": received, "requests": len(both[0]),
+                      "direct": direct, "gateway": forwarded, "added_median_ms": added})
+    met = cases[0]["added_median_ms"] <= TARGET_MS
+    print(f"target: at most {TARGET_MS} ms added for one client: {'met' if met else 'MISSED'}")
+    if args.out:
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
+        args.out.write_text(json.dumps({"machine": machine, "target_ms": TARGET_MS, "met": met, "cases": cases}, indent=2) + "\n")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
