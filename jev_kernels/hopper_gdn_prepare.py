@@ -1,0 +1,391 @@
+"""Gated delta rule on Hopper, first of two kernels: what a chunk of 64 tokens needs that does not depend on the state.
+
+Per chunk and value head, with k, q the BF16 inputs, rk, rq = rsqrt(sum of squares + 1e-6) (rq also / sqrt(128)) and
+c the running sum of log2(e) g over the chunk:
+
+    A  = strict lower of  beta_i (k_i . k_j) rk_i rk_j 2^(c_i - c_j)         T = (I + A)^-1 diag(beta)
+    P  = lower of  (q_i . k_j) rq_i rk_j 2^(c_i - c_j)
+    SK = -rk 2^c       SQ = rq 2^c       SU = rk 2^(c_last - c)       LAST = 2^c_last
+
+Normalisation and decay are factors of rows, so k k^T and q k^T have the inputs themselves as operands: exact products,
+float32 sums, computed once for the value heads that share a key head. T, P and the blocks inside the inverse are
+float16 (11 bits, as TF32, and clamped at 65504); the diagonal 16 x 16 blocks are inverted in float32.
+
+A persistent kernel: a CTA takes (chunk, group of at most three value heads of one key head) items in turn, and fetches
+the next item's q, k, g and beta while it works. It also zeroes the flags that ``hopper_gdn_scan`` waits for.
+
+The record of a (chunk, value head), RECORD bytes, copied into shared memory by the scan as it is:
+T and P are lower triangular, in 16 x 16 blocks: of the upper block rows (tokens 0-31) columns 0-1, of the lower ones
+columns 0-3, so twelve blocks, two of them zeros. A block is four 8 x 8 matrices in row-major order, each 128 contiguous
+bytes: wgmma's layout without swizzle, and free of bank conflicts for ldmatrix. (wgmmas whose accumulators are
+overlapping ranges of different size make ptxas serialise everything, C7511: hence two zero blocks instead of ten pieces.)
+"""
+from __future__ import annotations
+
+from numba import cuda
+from numba.cuda import types
+
+from jev_kernels import pool
+from jev_kernels.ptx import (
+    cp16, cp_wait_all, ex2, f32, high, high16, i32, ldg, ldg_bf16, ldg_i32, lds, lds2, lds4, ldsm, ldsm_t, low, low16,
+    mma, mma16, pack16, pdl_launch, pdl_wait, ptx, rsqrt, smem_addr, stg, stg_u32, stg_u32x4, sts, sts2,
+    sts_lo16, sts_u32, transpose8, u32, u64, void)
+
+D = 128                       # head dims, keys and values
+C = pool.CHUNK                # tokens of a chunk
+LOG2E = 1.4426950408889634
+EPS = 1e-6
+RANK = D ** -0.5
+FLOOR = -150.0                # log2 of a decay that is zero in float32: keeps -inf and huge sums out of c_i - c_j
+THREADS = 256
+RESIDENT = 3                  # CTAs that fit an SM
+
+IMAGE = 6144                  # bytes of a triangular image
+T_AT, P_AT = 0, IMAGE
+SK_AT, SQ_AT, SU_AT, LAST_AT = 2 * IMAGE, 2 * IMAGE + 256, 2 * IMAGE + 512, 2 * IMAGE + 768
+RECORD = 13312
+
+# A copy that the compiler cannot see through: what is computed from it stays inside the loop, out of the registers.
+opaque = ptx("opaque", i32, (i32,), "mov.b32 $0, $1;", "=r,r", sim=lambda x: x)
+CHUNKS_AT = pool.CHUNKS * 4
+
+
+def heads_at_once(key_heads: int, value_heads: int) -> int:
+    """Value heads of one item: the largest divisor of value_heads / key_heads that eight warps can serve."""
+    ratio = value_heads // key_heads
+    return max(n for n in (1, 2, 3) if ratio % n == 0)
+
+
+@cuda.jit(device=True, inline="always")
+def block_at(i, j):
+    """Byte offset of block (i, j), j <= (i | 1), in a triangular image."""
+    return ((i >> 1) * 4 + j * 2 + (i & 1)) * 512
+
+
+def make_solve16():
+    """solve16(a, col): column `col` of (I + A)^-1, A strictly lower 16 x 16 float32 at shared address a (64-byte rows).
+
+    Generated as text: Numba has no way to demand that a triangular loop is unrolled, and x has to stay in registers.
+    """
+    code = ["def solve16(a, col):"]
+    for i in range(16):
+        code.append(f" x{i} = f32(1) if col == {i} else f32(0)")
+        for m in range(0, i, 4):
+            code.append(f" t = lds4(a + {i * 64 + m * 4})")
+            code += [f" x{i} -= t[{e}] * x{m + e}" for e in range(min(4, i - m))]
+    code.append(" return (" + ", ".join(f"x{i}" for i in range(16)) + ")")
+    scope = {"f32": f32, "lds4": lds4}
+    exec("\n".join(code), scope)
+    return cuda.jit(device=True, inline="always")(scope["solve16"])
+
+
+solve16 = make_solve16()
+
+
+@cuda.jit(device=True, inline="always")
+def block_mma(acc, a, at):
+    """acc[16 x 16] += A B^T: A in registers, B a block in shared memory."""
+    b = ldsm(at)
+    for n in range(2):
+        d = mma16((acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]), a, b[2 * n], b[2 * n + 1])
+        for e in range(4):
+            acc[4 * n + e] = d[e]
+
+
+@cuda.jit(device=True, inline="always")
+def clear(acc):
+    for e in range(8):
+        acc[e] = f32(0)
+
+
+@cuda.jit(device=True, inline="always")
+def next_block(inverse, acc, out, b0, b1):
+    """acc = sum_l T_lj^T A_il^T  ->  T_ij^T = -acc D_i^T: stored (times beta), and returned as an operand."""
+    a = (pack16(-acc[0], -acc[1]), pack16(-acc[2], -acc[3]), pack16(-acc[4], -acc[5]), pack16(-acc[6], -acc[7]))
+    clear(acc)
+    block_mma(acc, a, inverse)
+    # rows of acc are columns of T: scale, then transpose each 8 x 8
+    stg_u32(out, transpose8(pack16(acc[0] * b0, acc[1] * b0)))
+    stg_u32(out + u64(128), transpose8(pack16(acc[2] * b1, acc[3] * b1)))
+    stg_u32(out + u64(256), transpose8(pack16(acc[4] * b0, acc[5] * b0)))
+    stg_u32(out + u64(384), transpose8(pack16(acc[6] * b1, acc[7] * b1)))
+    return pack16(acc[0], acc[1]), pack16(acc[2], acc[3]), pack16(acc[4], acc[5]), pack16(acc[6], acc[7])
+
+
+def make_prepare(HK: int, HV: int):
+    """The kernel for HK key heads and HV value heads, and its bytes of shared memory."""
+    R = heads_at_once(HK, HV)
+    GROUPS = HV // R                         # items of a chunk
+    PER_KEY = HV // HK // R                  # groups that share a key head
+    QS = C * D * 2                           # q behind k
+    HEADS = 2 * QS                           # per value head, behind q:
+    DIAG, DSTRIDE = 0, 1088                  #   4 diagonal blocks of A, fp32 16 x 16 (+ 64 bytes against bank conflicts)
+    OFF = 4352                               #   off-diagonal blocks of A, fp16
+    INV = OFF + IMAGE                        #   inverses of the diagonal blocks, fp16
+    CUM, BETA = INV + 2048, INV + 2304       #   running sum of g (in log2), beta
+    HEAD = INV + 2560
+    RK = HEADS + R * HEAD
+    RQ = RK + 256
+    SMEM = RQ + 256
+
+    @cuda.jit(device=True, inline="always")
+    def fetch_rows(sm, qkv, stride, row_list, hk, tid):
+        """q and k of a key head: 16-byte pieces, two 64-column halves of 128-byte rows, pieces xor-ed with the row."""
+        c = i32(tid & 15)
+        for it in range(4):
+            r = (tid >> 4) + it * 16
+            src = ldg_i32(row_list + u64(r * 4))
+            size = i32(16) if src >= 0 else i32(0)
+            at = qkv + (u64(max(src, i32(0))) * u64(stride) + u64(hk * D + c * 8)) * u64(2)
+            dst = sm + (c >> 3) * 8192 + r * 128 + (((c & 7) ^ (r & 7)) << 4)
+            cp16(dst, at + u64(HK * D * 2), size)
+            cp16(dst + QS, at, size)
+
+    @cuda.jit(device=True, inline="always")
+    def fetch_gates(g, beta, g_stride, beta_stride, row_list, hv, lane):
+        """g (as a log2) and beta of this lane's two tokens; an absent token has neither."""
+        r0 = ldg_i32(row_list + u64(lane * 8))
+        r1 = ldg_i32(row_list + u64(lane * 8 + 4))
+        g0 = f32(0)
+        g1 = f32(0)
+        b0 = f32(0)
+        b1 = f32(0)
+        if r0 >= 0:
+            g0 = max(ldg(g + (u64(r0) * u64(g_stride) + u64(hv)) * u64(4)) * f32(LOG2E), f32(FLOOR))
+            b0 = ldg_bf16(beta + (u64(r0) * u64(beta_stride) + u64(hv)) * u64(2))
+        if r1 >= 0:
+            g1 = max(ldg(g + (u64(r1) * u64(g_stride) + u64(hv)) * u64(4)) * f32(LOG2E), f32(FLOOR))
+            b1 = ldg_bf16(beta + (u64(r1) * u64(beta_stride) + u64(hv)) * u64(2))
+        return g0, g1, b0, b1
+
+    def prepare(qkv, g, beta, counts, chunk_rows, chunk_slots, record, flags, stride, g_stride, beta_stride):
+        """qkv: BF16 rows q|k|v, g float32, beta BF16, with row strides in elements. See the module."""
+        shared = smem_addr(cuda.shared.array(0, types.uint8))
+        sm = shared
+        tid = i32(cuda.threadIdx.x)
+        warp = i32(tid >> 5)
+        lane = i32(tid & 31)
+        items = i32(ldg_i32(counts + u64(CHUNKS_AT)) * GROUPS)
+        item = i32(cuda.blockIdx.x)
+        step = i32(cuda.gridDim.x)
+        pdl_wait()                             # the inputs are there, and the scan before has read its records and flags
+        pdl_launch()
+        gates = (f32(0), f32(0), f32(0), f32(0))
+        if item < items:
+            row_list = chunk_rows + u64(item // GROUPS * 256)
+            fetch_rows(sm, qkv, stride, row_list, item % GROUPS // PER_KEY, tid)
+            if warp < R:
+                gates = fetch_gates(g, beta, g_stride, beta_stride, row_list, item % GROUPS * R + warp, lane)
+        while item < items:
+            sm = opaque(shared)
+            tid = opaque(i32(cuda.threadIdx.x))
+            warp = i32(tid >> 5)
+            lane = i32(tid & 31)
+            gg = i32(lane >> 2)
+            tt = i32(lane & 3)
+            chunk = i32(item // GROUPS)
+            first = i32(item % GROUPS * R)           # value head
+            item = i32(item + step)
+            records = record + u64(chunk * HV + first) * u64(RECORD)
+            # running sum of g over the chunk, two tokens a lane
+            if warp < R:
+                s = gates[0] + gates[1]
+                for shift in range(5):
+                    o = cuda.shfl_up_sync(0xffffffff, s, 1 << shift)
+                    if lane >= (1 << shift):
+                        s += o
+                head = sm + HEADS + warp * HEAD
+                sts2(head + CUM + lane * 8, s - gates[1], s)
+                sts2(head + BETA + lane * 8, gates[2], gates[3])
+            else:
+                # the two zero blocks of each image, and the flags of the state stored after this chunk
+                for z in range(warp - R, 4 * R, 8 - R):
+                    at = records + u64((z >> 2) * RECORD + ((z >> 1) & 1) * IMAGE + (z & 1) * 4096 + 1024 + lane * 16)
+                    stg_u32x4(at, (u32(0), u32(0), u32(0), u32(0)))
+                if warp == 7 and lane < 2 * R:
+                    slot = ldg_i32(chunk_slots + u64(chunk * 4))
+                    if slot >= 0:
+                        stg_u32(flags + u64(((slot * HV + first) * 2 + lane) * 4), u32(0))
+            cp_wait_all()
+            cuda.syncthreads()
+
+            # k k^T (warps 0-3) and q k^T (warps 4-7): 16 rows a warp, columns up to the diagonal block.
+            # The operands are the bf16 inputs themselves: products are exact, normalisation comes after.
+            acc = cuda.local.array(32, f32)
+            for e in range(32):
+                acc[e] = f32(0)
+            strip = i32(warp & 3) if warp < 4 else i32(7 - warp)        # a scheduler gets a long and a short one
+            mine = sm + (warp >> 2) * QS
+            a_row = strip * 16 + (lane & 15)
+            b_row = (lane & 7) + ((lane >> 4) << 3)
+            n0 = f32(0)
+            n1 = f32(0)
+            for kk in range(8):
+                sub = (kk >> 2) * 8192
+                a = ldsm(mine + sub + a_row * 128 + ((((kk & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4))
+                n0 += low(a[0]) * low(a[0]) + high(a[0]) * high(a[0]) + low(a[2]) * low(a[2]) + high(a[2]) * high(a[2])
+                n1 += low(a[1]) * low(a[1]) + high(a[1]) * high(a[1]) + low(a[3]) * low(a[3]) + high(a[3]) * high(a[3])
+                for nb in range(4):
+                    if nb <= strip:
+                        b = ldsm(sm + sub + (nb * 16 + b_row) * 128
+                                 + ((((kk & 3) * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4))
+                        j = nb * 8
+                        d = mma((acc[j], acc[j + 1], acc[j + 2], acc[j + 3]), a, b[0], b[1])
+                        acc[j] = d[0]; acc[j + 1] = d[1]; acc[j + 2] = d[2]; acc[j + 3] = d[3]
+                        d = mma((acc[j + 4], acc[j + 5], acc[j + 6], acc[j + 7]), a, b[2], b[3])
+                        acc[j + 4] = d[0]; acc[j + 5] = d[1]; acc[j + 6] = d[2]; acc[j + 7] = d[3]
+            n0 += cuda.shfl_xor_sync(0xffffffff, n0, 1)
+            n0 += cuda.shfl_xor_sync(0xffffffff, n0, 2)
+            n1 += cuda.shfl_xor_sync(0xffffffff, n1, 1)
+            n1 += cuda.shfl_xor_sync(0xffffffff, n1, 2)
+            n0 = rsqrt(n0 + f32(EPS))
+            n1 = rsqrt(n1 + f32(EPS))
+            i0 = i32(strip * 16 + gg)
+            if warp >= 4:
+                n0 *= f32(RANK)
+                n1 *= f32(RANK)
+            if tt == 0:
+                norms = sm + RK + (warp >> 2) * 256
+                sts(norms + i0 * 4, n0)
+                sts(norms + i0 * 4 + 32, n1)
+            cuda.syncthreads()
+
+            # q and k have been read: the next item's may come
+            if item < items:
+                row_list = chunk_rows + u64(item // GROUPS * 256)
+                fetch_rows(sm, qkv, stride, row_list, item % GROUPS // PER_KEY, tid)
+                if warp < R:
+                    gates = fetch_gates(g, beta, g_stride, beta_stride, row_list, item % GROUPS * R + warp, lane)
+
+            # Decays.  warps 0-3: A = strict lower of beta_i (k_i k_j) 2^(c_i - c_j); warps 4-7: P, straight to the record.
+            # Left of the diagonal block 2^(c_i - c_j) = 2^(c_i - c_m) 2^(c_m - c_j), m the token before the strip:
+            # both at most 1, and few of them.
+            for h in range(R):
+                head = sm + HEADS + h * HEAD
+                c0 = lds(head + CUM + i0 * 4)
+                c1 = lds(head + CUM + i0 * 4 + 32)
+                cm = lds(head + CUM + max(i32(strip * 16 - 1), i32(0)) * 4)
+                f0 = n0
+                f1 = n1
+                if warp < 4:
+                    f0 *= lds(head + BETA + i0 * 4)
+                    f1 *= lds(head + BETA + i0 * 4 + 32)
+                e0 = f0 * ex2(c0 - cm)
+                e1 = f1 * ex2(c1 - cm)
+                image = records + u64(h * RECORD + P_AT + lane * 4)
+                for n in range(8):
+                    if (n >> 1) < strip:
+                        cj = lds2(head + CUM + (n * 8 + tt * 2) * 4)
+                        rj = lds2(sm + RK + (n * 8 + tt * 2) * 4)
+                        z0 = rj[0] * ex2(cm - cj[0])
+                        z1 = rj[1] * ex2(cm - cj[1])
+                        x0 = pack16(acc[4 * n] * e0 * z0, acc[4 * n + 1] * e0 * z1)
+                        x1 = pack16(acc[4 * n + 2] * e1 * z0, acc[4 * n + 3] * e1 * z1)
+                        at = block_at(strip, n >> 1) + (n & 1) * 128
+                        if warp < 4:
+                            sts_u32(head + OFF + at + lane * 4, x0)
+                            sts_u32(head + OFF + at + lane * 4 + 256, x1)
+                        else:
+                            stg_u32(image + u64(at), x0)
+                            stg_u32(image + u64(at + 256), x1)
+                    elif (n >> 1) == strip:
+                        j = i32((n & 1) * 8 + tt * 2)                    # inside the block
+                        cj = lds2(head + CUM + (n * 8 + tt * 2) * 4)
+                        rj = lds2(sm + RK + (n * 8 + tt * 2) * 4)
+                        i = gg if warp < 4 else i32(gg + 1)              # P keeps the diagonal
+                        x0 = acc[4 * n] * f0 * rj[0] * ex2(c0 - cj[0]) if j < i else f32(0)
+                        x1 = acc[4 * n + 1] * f0 * rj[1] * ex2(c0 - cj[1]) if j + 1 < i else f32(0)
+                        x2 = acc[4 * n + 2] * f1 * rj[0] * ex2(c1 - cj[0]) if j < i + 8 else f32(0)
+                        x3 = acc[4 * n + 3] * f1 * rj[1] * ex2(c1 - cj[1]) if j + 1 < i + 8 else f32(0)
+                        if warp < 4:
+                            to = head + DIAG + strip * DSTRIDE + gg * 64 + j * 4
+                            sts2(to, x0, x1)
+                            sts2(to + 512, x2, x3)
+                        else:
+                            out = image + u64(block_at(strip, strip) + (n & 1) * 128)
+                            stg_u32(out, pack16(x0, x1))
+                            stg_u32(out + u64(256), pack16(x2, x3))
+            if tid < R * 64:
+                h = i32(tid >> 6)
+                i = i32(tid & 63)
+                head = sm + HEADS + h * HEAD
+                ci = lds(head + CUM + i * 4)
+                last = lds(head + CUM + 63 * 4)
+                out = records + u64(h * RECORD + i * 4)
+                rk = lds(sm + RK + i * 4)
+                stg(out + u64(SK_AT), -rk * ex2(ci))
+                stg(out + u64(SQ_AT), lds(sm + RQ + i * 4) * ex2(ci))
+                stg(out + u64(SU_AT), rk * ex2(last - ci))
+                if i == 63:
+                    stg(out + u64(LAST_AT - 252), ex2(last))
+            cuda.syncthreads()
+
+            # D_i, the inverses of the 16 x 16 diagonal blocks of I + A, in fp32: a thread solves one column
+            if warp < 2 * R:
+                head = sm + HEADS + (warp >> 1) * HEAD
+                blk = i32((warp & 1) * 2 + (lane >> 4))
+                col = i32(lane & 15)
+                x = solve16(head + DIAG + blk * DSTRIDE, col)
+                at = head + INV + blk * 512 + (col >> 3) * 128 + (col & 7) * 2
+                for i in range(16):
+                    sts_lo16(at + (i >> 3) * 256 + (i & 7) * 16, pack16(x[i], f32(0)))
+            cuda.syncthreads()
+
+            # Off-diagonal blocks of T by block columns, transposed: T_ij^T = -(sum_l T_lj^T A_il^T) D_i^T
+            if warp < 2 * R:
+                h = i32(warp if warp < R else warp - R)
+                head = sm + HEADS + h * HEAD
+                image = records + u64(h * RECORD + T_AT + lane * 4)
+                off = head + OFF + lane * 16
+                inv = head + INV + lane * 16
+                t = cuda.local.array(8, f32)
+                clear(t)
+                if warp < R:                                          # column 0
+                    b0 = lds(head + BETA + gg * 4)
+                    b1 = lds(head + BETA + gg * 4 + 32)
+                    t0 = ldsm_t(inv)
+                    block_mma(t, t0, off + block_at(1, 0))
+                    t1 = next_block(inv + 512, t, image + u64(block_at(1, 0)), b0, b1)
+                    clear(t)
+                    block_mma(t, t0, off + block_at(2, 0))
+                    block_mma(t, t1, off + block_at(2, 1))
+                    t2 = next_block(inv + 1024, t, image + u64(block_at(2, 0)), b0, b1)
+                    clear(t)
+                    block_mma(t, t0, off + block_at(3, 0))
+                    block_mma(t, t1, off + block_at(3, 1))
+                    block_mma(t, t2, off + block_at(3, 2))
+                    next_block(inv + 1536, t, image + u64(block_at(3, 0)), b0, b1)
+                else:                                                 # columns 1 and 2
+                    b0 = lds(head + BETA + gg * 4 + 64)
+                    b1 = lds(head + BETA + gg * 4 + 96)
+                    t1 = ldsm_t(inv + 512)
+                    block_mma(t, t1, off + block_at(2, 1))
+                    t2 = next_block(inv + 1024, t, image + u64(block_at(2, 1)), b0, b1)
+                    clear(t)
+                    block_mma(t, t1, off + block_at(3, 1))
+                    block_mma(t, t2, off + block_at(3, 2))
+                    next_block(inv + 1536, t, image + u64(block_at(3, 1)), b0, b1)
+                    b0 = lds(head + BETA + gg * 4 + 128)
+                    b1 = lds(head + BETA + gg * 4 + 160)
+                    clear(t)
+                    block_mma(t, ldsm_t(inv + 1024), off + block_at(3, 2))
+                    next_block(inv + 1536, t, image + u64(block_at(3, 2)), b0, b1)
+            else:                                                     # the diagonal
+                for d in range(warp - 2 * R, 4 * R, 8 - 2 * R):
+                    h = i32(d >> 2)
+                    j = i32(d & 3)
+                    head = sm + HEADS + h * HEAD
+                    out = records + u64(h * RECORD + T_AT + block_at(j, j) + lane * 4)
+                    x = ldsm(head + INV + j * 512 + lane * 16)
+                    b = lds2(head + BETA + (j * 16 + tt * 2) * 4)
+                    stg_u32(out, pack16(low16(x[0]) * b[0], high16(x[0]) * b[1]))
+                    stg_u32(out + u64(256), pack16(low16(x[2]) * b[0], high16(x[2]) * b[1]))
+                    b = lds2(head + BETA + (j * 16 + tt * 2) * 4 + 32)
+                    stg_u32(out + u64(128), pack16(low16(x[1]) * b[0], high16(x[1]) * b[1]))
+                    stg_u32(out + u64(384), pack16(low16(x[3]) * b[0], high16(x[3]) * b[1]))
+            cuda.syncthreads()                                        # the next item overwrites CUM and BETA
+
+    return prepare, SMEM
+
+
+SIGNATURE = void(u64, u64, u64, u64, u64, u64, u64, u64, i32, i32, i32)
