@@ -38,8 +38,6 @@ logger = logging.getLogger("jev.frontend")
 
 DECISION_SECONDS = 60.0
 MIB = 1024 * 1024
-# A response up to this size leaves in one piece with its headers.
-SMALL_BYTES = 512 * 1024
 URL_CHARACTERS = bytes(range(0x21, 0x7F))
 
 
@@ -165,15 +163,6 @@ class GatewayTask(_Task):
         elif self.version == "1.0":
             lines.append("Connection: Keep-Alive")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
-
-    def write(self, data: bytes) -> None:
-        # A small body leaves with its headers: one segment, and one wake-up of the client, instead of two.
-        if self.complete and not self.wrote_header and self.has_body and 0 < len(data) <= SMALL_BYTES:
-            self.wrote_header = True
-            self.content_bytes_written += len(data)
-            self.channel.write_soon(self.build_response_header() + data)
-        else:
-            super().write(data)
 
 
 class GatewayChannel(_Channel):

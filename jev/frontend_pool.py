@@ -361,8 +361,8 @@ class Worker:
 class Workers:
     """The workers behind one gateway: the one with the fewest requests in hand is next, failing ones wait outside.
 
-    A worker that could not be reached, gave no usable answer or answered 503 is set aside when there are others
-    (an instant refusal would otherwise look like a short queue and attract every request). A thread, alive only as
+    A worker that could not be reached, gave no usable answer or answered 500 or more is set aside when there are
+    others (instant failures would otherwise look like a short queue and attract every request). A thread, alive only as
     long as some worker is set aside, asks such workers for `/health` and brings back those that answer. When all
     are set aside, all are used: the attempt itself is the best probe left.
     """
@@ -410,8 +410,8 @@ class Workers:
                 raise
             finally:
                 self._put_back(worker)
-            if answer.status == 503:
-                self._set_aside(worker, "it answered 503")
+            if answer.status >= 500:
+                self._set_aside(worker, f"it answered {answer.status}")
             return answer
 
     def health(

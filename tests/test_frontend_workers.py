@@ -97,13 +97,14 @@ def test_a_request_that_may_have_run_is_not_given_to_another(two):
 @pytest.mark.parametrize("failing", [
     lambda sock, request: True,
     lambda sock, request: sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n") or True,
-    answer("503 Service Unavailable", b"draining", "Retry-After: 5")], ids=["hangs up", "breaks off", "503"])
+    answer("503 Service Unavailable", b"draining", "Retry-After: 5"),
+    answer("500 Internal Server Error", b"broken")], ids=["hangs up", "breaks off", "503", "500"])
 def test_a_failing_worker_is_set_aside_until_it_is_well(two, failing):
     a, b = two
     a.script = failing
     with gateway(a.url, b.url) as gate:
         first = [gate.ask() for _ in range(6)]
-        assert [got.status for got in first if got.body != b"b"] in ([502], [503])   # one request found out
+        assert [got.status for got in first if got.body != b"b"] in ([502], [503], [500])   # one request found out
         a.script = answer("200 OK", b"a")
         assert eventually(lambda: gate.ask().body == b"a")
         assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "jev-frontend-probe"])
