@@ -179,7 +179,8 @@ def read_head(path: Path, width: int) -> tuple[list[float], float]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:  # torch raises what its zip reader and unpickler happen to raise
-        raise CheckpointError(f"{path}: is not a file of plain tensors: {type(error).__name__} {error!s:.200}") from None
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: is not a file of plain tensors: {kind}: {error!s:.200}") from None
     found = []
     for name, shape in (("weight", (1, width)), ("bias", (1,))):
         tensor = head.get(name) if isinstance(head, dict) else None
