@@ -128,7 +128,11 @@ def _gdn_specs(config: ModelConfig, at: str, stack, vector) -> list[Spec]:
 
 def load(tensors: Mapping[str, np.ndarray], config: ModelConfig, ops, progress=None) -> Model:
     """The model's weights through ``ops.load``. progress: called with the bytes loaded since the last call."""
-    held = ops.load(specs(config), tensors, progress)
+    return assemble(ops.load(specs(config), tensors, progress), config)
+
+
+def assemble(held: Mapping[str, Any], config: ModelConfig) -> Model:
+    """The model of weights held by key."""
     layers = []
     for i, kind in enumerate(config.layer_types):
         at = f"layers.{i}."

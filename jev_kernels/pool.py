@@ -25,3 +25,4 @@ ROWS, TILES, CHUNKS, RUNS, LASTS = range(5)
 COUNTS = 16           # length of ``counts``: room for more without moving anything
 TILE_ROWS = 128       # query rows of an attention tile
 CHUNK = 64            # tokens of a gated-delta-rule chunk
+PADDING = 128         # rows behind the pool's last one that activations of attention have room for

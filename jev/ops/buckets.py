@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jev.row_pool import RowPool
-from jev_kernels.pool import CHUNK, CHUNKS, COUNTS, LASTS, ROWS, RUNS, TILE_ROWS, TILES
+from jev_kernels.pool import CHUNK, CHUNKS, COUNTS, LASTS, PADDING, ROWS, RUNS, TILE_ROWS, TILES
 
 MAX_BRANCHES = 1024          # of a wide bucket
 MAX_SLOTS = 64               # states kept for branching; one is 3 MB for the 27B
@@ -60,7 +60,7 @@ class Bucket:
     def sections(self) -> dict[str, Section]:
         """The arrays of the metadata, paths last: only the part of it that is in use is uploaded."""
         out, at = {}, 0
-        for name, shape in (("counts", (COUNTS,)), ("ids", (self.rows,)), ("positions", (self.rows,)),
+        for name, shape in (("counts", (COUNTS,)), ("ids", (self.rows,)), ("positions", (self.rows + PADDING,)),
                             ("parents", (self.rows,)), ("last_rows", (self.lasts,)), ("tiles", (self.tiles, 4)),
                             ("runs", (self.branches, 4)), ("chunk_slots", (self.chunks,)),
                             ("chunk_rows", (self.chunks, CHUNK)), ("chunk_out_rows", (self.chunks, CHUNK)),
