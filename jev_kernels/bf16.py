@@ -8,6 +8,10 @@ NaN becomes ``NAN``. That is what the GPU's conversion instruction gives too, so
 from __future__ import annotations
 
 import numpy as np
+from numba import cuda
+
+from jev_kernels import ptx
+from jev_kernels.ptx import i64, u16, u32, u64
 
 NAN = 0x7FFF           # PTX's canonical BF16 NaN: quiet, positive
 
@@ -67,3 +71,70 @@ def unpack_pairs(x) -> np.ndarray:
     x = np.asarray(x)
     halves = np.stack([x & np.uint32(0xFFFF), x >> np.uint32(16)], axis=-1).astype(np.uint16)
     return halves.reshape(*x.shape[:-1], 2 * x.shape[-1])
+
+
+# ---------------------------------------------------------------- on the device
+@ptx.device_function
+def to_f32(x):
+    """uint16 -> float32, exact."""
+    return ptx.from_bf16(x)
+
+
+@ptx.device_function
+def from_f32(x):
+    """float32 -> uint16: the conversion instruction, equal to ``from_float32`` for every float32."""
+    return ptx.to_bf16(x)
+
+
+@ptx.device_function
+def from_f32_by_definition(x):
+    """float32 -> uint16 in integer arithmetic, as ``from_float32`` does it."""
+    bits = i64(ptx.bits_f32(x))
+    if bits & 0x7FFFFFFF > 0x7F800000:
+        return u16(NAN)
+    return u16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+def access(vector: bool):
+    """Device functions (load8, load8_once, store8) for eight BF16 values as four registers of two.
+
+    load8(address, n): the values at ``address``; n of them count, the others are 0. store8(address, (a, b, c, d), n).
+    vector: one 16-byte access; the address is a multiple of 16 and n >= 8. Otherwise n accesses of 2 bytes, any address.
+    """
+    if vector:
+        @ptx.device_function
+        def load8(address, n):
+            return ptx.ldg_u32x4(address)
+
+        @ptx.device_function
+        def load8_once(address, n):
+            return ptx.ldg_u32x4_once(address)
+
+        @ptx.device_function
+        def store8(address, x, n):
+            ptx.stg_u32x4(address, x)
+
+        return load8, load8_once, store8
+
+    @ptx.device_function
+    def load2(address, n):
+        return u32(u32(ptx.ldg_u16_if(address, n)) | (u32(ptx.ldg_u16_if(address + u64(2), n - 1)) << u32(16)))
+
+    @ptx.device_function
+    def load8(address, n):
+        return (load2(address, n), load2(address + u64(4), n - 2), load2(address + u64(8), n - 4),
+                load2(address + u64(12), n - 6))
+
+    @ptx.device_function
+    def store2(address, x, n):
+        ptx.stg_u16_if(address, u16(x & u32(0xFFFF)), n)
+        ptx.stg_u16_if(address + u64(2), u16(x >> u32(16)), n - 1)
+
+    @ptx.device_function
+    def store8(address, x, n):
+        store2(address, x[0], n)
+        store2(address + u64(4), x[1], n - 2)
+        store2(address + u64(8), x[2], n - 4)
+        store2(address + u64(12), x[3], n - 6)
+
+    return load8, load8, store8

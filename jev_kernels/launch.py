@@ -6,12 +6,17 @@ launched through ``cuLaunchKernelEx``. Under the CUDA simulator the same call ru
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.core import config
 from numba.cuda.np import numpy_support
+
+if config.ENABLE_CUDASIM:
+    from jev_kernels.ptx_sim import register
 
 _CTYPES = {types.int32: ctypes.c_int32, types.uint32: ctypes.c_uint32, types.int64: ctypes.c_int64,
            types.uint64: ctypes.c_uint64, types.float32: ctypes.c_float, types.float64: ctypes.c_double}
@@ -29,9 +34,56 @@ def check(result: tuple):
 def address(array) -> int:
     """Device address of an array's first element (of host memory, in the simulator)."""
     if config.ENABLE_CUDASIM:
-        from jev_kernels import ptx_sim
-        return ptx_sim.register(array)
+        return register(array)
     return array.__cuda_array_interface__["data"][0]
+
+
+class View(NamedTuple):
+    """An array as launchers see it: address of the first element, shape, strides in elements."""
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def view(name: str, array, dtype, *shape: int | None) -> View:
+    """The address and strides of a device array, after a check of what it is.
+
+    dtype is NumPy's; shape holds one entry per dimension, None where any size will do. The last dimension must be
+    contiguous, the others may have any stride. Raises ValueError naming the argument.
+    """
+    dtype = np.dtype(dtype)
+    interface = getattr(array, "__array_interface__" if config.ENABLE_CUDASIM else "__cuda_array_interface__", None)
+    if interface is None:
+        raise ValueError(f"{name} must be a device array, not {type(array).__name__}")
+    if np.dtype(interface["typestr"]) != dtype:
+        raise ValueError(f"{name} must be {dtype}, not {np.dtype(interface['typestr'])}")
+    have = tuple(interface["shape"])
+    if len(have) != len(shape) or any(want is not None and want != n for want, n in zip(shape, have)):
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} must have shape [{expected}], not {list(have)}")
+    strides = interface.get("strides")
+    if strides is None:
+        strides = [dtype.itemsize]
+        for n in have[:0:-1]:
+            strides.insert(0, strides[0] * n)
+    if any(s % dtype.itemsize for s in strides) or (have[-1] > 1 and strides[-1] != dtype.itemsize):
+        raise ValueError(f"{name} must be contiguous in its last dimension, not have strides {list(strides)} in bytes")
+    at = register(array) if config.ENABLE_CUDASIM else interface["data"][0]
+    return View(at, have, tuple(s // dtype.itemsize for s in strides))
+
+
+def aligned(*views: View, itemsize: int = 2) -> bool:
+    """Whether every row of the views starts at a multiple of 16 bytes, and ends there too."""
+    return all(v.address % 16 == 0 and v.shape[-1] * itemsize % 16 == 0
+               and all(s * itemsize % 16 == 0 for s in v.strides[:-1]) for v in views)
+
+
+def live(counts, index: int) -> int:
+    """Address of one entry of the pool's ``counts`` (int32 [16]): the number of rows that are alive."""
+    v = view("counts", counts, np.int32, None)
+    if not 0 <= index < v.shape[0]:
+        raise ValueError(f"counts has {v.shape[0]} entries, no index {index}")
+    return v.address + 4 * index
 
 
 def pack_argument(typ, value) -> tuple[list, list]:
@@ -78,10 +130,12 @@ class Kernel:
     threads     threads of a block: an int, or up to three dimensions
     smem        bytes of dynamic shared memory
     cluster     blocks of a thread-block cluster along x (sm_90)
+    resident    blocks that shall fit a multiprocessor at once: bounds the registers
     """
 
-    def __init__(self, function, signature, threads, smem: int = 0, cluster: int = 1):
+    def __init__(self, function, signature, threads, smem: int = 0, cluster: int = 1, resident: int = 1):
         self.function, self.signature, self.smem, self.cluster = function, signature, smem, cluster
+        self.resident = resident
         self.threads = tuple(threads) if isinstance(threads, (tuple, list)) else (threads,)
         self.threads += (1,) * (3 - len(self.threads))
         self.name = function.__name__
@@ -93,13 +147,18 @@ class Kernel:
 
     def compile_ptx(self, cc=(9, 0, "a")) -> str:
         """PTX for a compute capability; needs no GPU."""
-        return cuda.compile_ptx(self.function, self.signature, cc=cc, launch_bounds=(self.block_size, 1))[0]
+        from numba.cuda import dispatcher
+        asked, dispatcher.get_current_device = dispatcher.get_current_device, lambda: SimpleNamespace(compute_capability=cc[:2])
+        try:                                             # device functions are compiled for the current device: there is none
+            return cuda.compile_ptx(self.function, self.signature, cc=cc, launch_bounds=(self.block_size, self.resident))[0]
+        finally:
+            dispatcher.get_current_device = asked
 
     def handle(self):
         """The CUfunction in the current context; compiles at first use."""
         if self._handle is None:
             from cuda.bindings import driver
-            self._jit = cuda.jit(self.signature, launch_bounds=(self.block_size, 1))(self.function)
+            self._jit = cuda.jit(self.signature, launch_bounds=(self.block_size, self.resident))(self.function)
             library = next(iter(self._jit.overloads.values()))._codelibrary
             handle = check(driver.cuKernelGetFunction(driver.CUkernel(int(library.get_cufunc().handle))))
             if self.smem > 48 * 1024:

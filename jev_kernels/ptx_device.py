@@ -10,6 +10,7 @@ import math
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.core import targetconfig
 from numba.cuda.extending import intrinsic
 
 f32, i32, u16, u32, i64, u64, void = (
@@ -18,12 +19,13 @@ LL = {f32: ir.FloatType(), i32: ir.IntType(32), u32: ir.IntType(32), i64: ir.Int
       u16: ir.IntType(16), void: ir.VoidType()}
 
 
-def ptx(name, ret, args, text, constraints, pure=False, sim=None):
+def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
     """An intrinsic ``name(*args) -> ret`` that emits ``text``.
 
     ret and each of args is a scalar type or a (type, n) pair: n registers, a tuple in Python. Operands are numbered
     results first. Numba casts arguments to ``args`` by itself. sim: a Python function that stands for the instruction
-    under the simulator, which uses ``ptx_sim.ptx`` in place of this.
+    under the simulator, which uses ``ptx_sim.ptx`` in place of this. since: the first compute capability that has it;
+    a statement without a result is left out below (the hints of programmatic dependent launch, on sm_80).
     """
     def flat(t):
         return [t[0]] * t[1] if isinstance(t, tuple) else [] if t is void else [t]
@@ -40,6 +42,8 @@ def ptx(name, ret, args, text, constraints, pure=False, sim=None):
         out_ll = ir.LiteralStructType([LL[o] for o in outs])
 
     def codegen(context, builder, sig, values):
+        if ret is void and targetconfig.ConfigStack().top().compute_capability < since:
+            return context.get_dummy_value()
         ops = []
         for a, v in zip(args, values):
             ops += [builder.extract_value(v, i) for i in range(a[1])] if isinstance(a, tuple) else [v]
@@ -120,13 +124,19 @@ mul_rn = ptx("mul_rn", f32, (f32, f32), "mul.rn.f32 $0, $1, $2;", "=f,f,f", pure
 add_rn = ptx("add_rn", f32, (f32, f32), "add.rn.f32 $0, $1, $2;", "=f,f,f", pure=True)
 
 
-@cuda.jit(device=True, inline="always")
+# Decorates a function that kernels call. LLVM inlines it, which compiles many times faster than ``inline="always"``
+# (inlining of Numba's own representation). Numba compiles it once for all compute capabilities, so what depends on them
+# (pdl_wait, pdl_launch) belongs into kernels.
+device_function = cuda.jit(device=True, forceinline=True)
+
+
+@device_function
 def exp(x):
     """exp of a float32, at most 2 ulp off, subnormal results kept. (``math.exp`` is float64 under the simulator.)"""
     return f32(math.exp(f32(x)))
 
 
-@cuda.jit(device=True, inline="always")
+@device_function
 def log1p(x):
     """log(1 + x) of a float32, at most 2 ulp off."""
     return f32(math.log1p(f32(x)))
@@ -146,6 +156,17 @@ ldg_i32 = ptx("ldg_i32", i32, (u64,), "ld.global.s32 $0, [$1];", "=r,l")
 ldg_bf16 = ptx("ldg_bf16", f32, (u64,), "{ .reg .b16 a; ld.global.b16 a, [$1]; mov.b32 $0, {0, a}; }", "=f,l")
 ldg2 = ptx("ldg2", (f32, 2), (u64,), "ld.global.v2.f32 {$0,$1}, [$2];", "=f,=f,l")
 ldg_u32x4 = ptx("ldg_u32x4", (u32, 4), (u64,), "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l")
+ldg_u16 = ptx("ldg_u16", u16, (u64,), "ld.global.b16 $0, [$1];", "=h,l")
+# Read once: past L1, so that what is read often (weights, tables) stays there.
+ldg_u32x4_once = ptx("ldg_u32x4_once", (u32, 4), (u64,),
+                     "ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l")
+# Constant for the kernel's whole life, also under programmatic dependent launch: weights and tables, no activations.
+ldc_u32x4 = ptx("ldc_u32x4", (u32, 4), (u64,), "ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l")
+ldg_u16_if = ptx("ldg_u16_if", u16, (u64, i32),                    # 0, and no access, unless $2 > 0
+                 "{ .reg .pred p; setp.gt.s32 p, $2, 0; mov.b16 $0, 0; @p ld.global.b16 $0, [$1]; }", "=h,l,r")
+stg_u16_if = ptx("stg_u16_if", void, (u64, u16, i32),
+                 "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p st.global.b16 [$0], $1; }", "l,h,r")
+stg_u16 = ptx("stg_u16", void, (u64, u16), "st.global.b16 [$0], $1;", "l,h")
 stg = ptx("stg", void, (u64, f32), "st.global.f32 [$0], $1;", "l,f")
 stg2 = ptx("stg2", void, (u64, f32, f32), "st.global.v2.f32 [$0], {$1,$2};", "l,f,f")
 stg_u32 = ptx("stg_u32", void, (u64, u32), "st.global.b32 [$0], $1;", "l,r")
@@ -213,5 +234,5 @@ ballot = ptx("ballot", u32, (i32,), "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.
 named_sync = ptx("named_sync", void, (i32, i32), "barrier.sync $0, $1;", "r,r")                     # (barrier, threads)
 more_registers = ptx("more_registers", void, (), "setmaxnreg.inc.sync.aligned.u32 232;", "")
 fewer_registers = ptx("fewer_registers", void, (), "setmaxnreg.dec.sync.aligned.u32 40;", "")
-pdl_launch = ptx("pdl_launch", void, (), "griddepcontrol.launch_dependents;", "")
-pdl_wait = ptx("pdl_wait", void, (), "griddepcontrol.wait;", "")
+pdl_launch = ptx("pdl_launch", void, (), "griddepcontrol.launch_dependents;", "", since=(9, 0))
+pdl_wait = ptx("pdl_wait", void, (), "griddepcontrol.wait;", "", since=(9, 0))

@@ -20,6 +20,7 @@ Source: the PTX ISA manual, for the layout of fragments.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import sys
 import threading
@@ -280,6 +281,15 @@ class _Cuda(FakeCUDAModule):
         return ballot(predicate) != 0
 
 
+_device_functions = []
+
+
+def device_function(function):
+    """Decorates a function that kernels call."""
+    _device_functions.append(function)
+    return function
+
+
 def launch(function, grid, threads, smem: int, args) -> None:
     """Run a kernel: grid and threads are three dimensions, smem bytes of dynamic shared memory, args arrays or scalars."""
     args = [getattr(a, "_ary", a) for a in args]
@@ -287,7 +297,10 @@ def launch(function, grid, threads, smem: int, args) -> None:
         if isinstance(a, np.ndarray):
             register(a)
     fake = _Cuda(grid, threads, smem)
-    with numba_simulator._push_kernel_context(fake), numba_simulator.swapped_cuda_module(function, fake):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(numba_simulator._push_kernel_context(fake))
+        for f in {id(f.__globals__): f for f in (function, *_device_functions)}.values():
+            stack.enter_context(numba_simulator.swapped_cuda_module(f, fake))
         for z, y, x in np.ndindex(grid[2], grid[1], grid[0]):
             _Block(function, args, (x, y, z), threads).run()
 
@@ -375,6 +388,9 @@ lds, lds_i32, lds2, lds4 = _lds(np.float32), _lds(np.int32), _lds(np.float32, 2)
 ldg, ldg_i32, ldg2, ldg_u32x4 = _ldg(np.float32), _ldg(np.int32), _ldg(np.float32, 2), _ldg(np.uint32, 4)
 
 
+ldg_u16, ldg_u32x4_once, ldc_u32x4 = _ldg(np.uint16), ldg_u32x4, ldg_u32x4
+
+
 def ldg_bf16(address): return low(_load_global(address, np.uint16)[0])
 def sts(address, x): _sts(address, x, np.float32)
 def sts2(address, x, y): _sts(address, (x, y), np.float32)
@@ -384,6 +400,9 @@ def stg(address, x): _stg(address, x, np.float32)
 def stg2(address, x, y): _stg(address, (x, y), np.float32)
 def stg_u32(address, x): _stg(address, int(x) & 0xFFFFFFFF, np.uint32)
 def stg_u32x4(address, x): _stg(address, [int(v) & 0xFFFFFFFF for v in x], np.uint32)
+def ldg_u16_if(address, n): return ldg_u16(address) if int(n) > 0 else np.uint16(0)
+def stg_u16_if(address, x, n): return stg_u16(address, x) if int(n) > 0 else None
+def stg_u16(address, x): _stg(address, int(x) & 0xFFFF, np.uint16)
 def prefetch_l2(address): pass
 def evict_first(): return np.uint64(0)
 def evict_last(): return np.uint64(0)
@@ -513,7 +532,7 @@ def _absent(name):
     return instruction
 
 
-def ptx(name, ret, args, text, constraints, pure=False, sim=None):
+def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
     """The simulation of an instruction made elsewhere: ``sim``, a Python function, or one that raises."""
     return sim or _absent(name)
 

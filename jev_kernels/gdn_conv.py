@@ -1,0 +1,236 @@
+"""What stands before the gated delta rule: a short causal convolution with SiLU, and the gates.
+
+    conv     y = r(silu(r( sum_j w[c, j] x[t - 3 + j, c] )))      j = 0..3, along the row's path; zero before its start
+    gates    beta = r(sigmoid(b));   g = -exp(A_log) * softplus(a + dt_bias)      softplus(x) = x above 20; g is float32
+
+x [rows, channels] (columns of the stacked projection's output), w [channels, 4], y [rows, channels]; b, a, beta, g
+[rows, heads], A_log, dt_bias [heads]. BF16 (uint16) except g; x, b, a and y with any row stride.
+
+Rows are nodes of a token trie in depth-first order, so the previous token of row t is parents[t]: t - 1, except at the
+start of a branch. A thread takes eight channels and walks down eight rows, with the last three in registers and the
+next four on their way; it follows ``parents`` three steps up only at its first row and where a branch starts. A row's
+own arithmetic is the same either way: fma from the oldest tap to the newest, in float32.
+
+Channels in eights of 16-byte accesses; one by one where pointers, strides or their number rule that out (same bits).
+Gates are few: extra blocks of the same launch compute them, or a launch of their own.
+
+Source: ``Qwen3_5GatedDeltaNet`` of Transformers (``causal_conv1d`` with SiLU; the convolution's output is rounded first).
+"""
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from jev_kernels import bf16, ptx
+from jev_kernels.launch import Kernel, aligned, live, view
+from jev_kernels.pool import ROWS
+from jev_kernels.ptx import f32, i32, u32, u64
+from jev_kernels.silu import sigmoid, silu
+
+THREADS = 128
+ROWS_A_BLOCK = 8
+TAPS = 4
+MAX_ROW_BLOCKS = 65535           # the grid's second dimension
+LINEAR_FROM = np.float32(20)     # softplus(x) = x above, as PyTorch has it
+
+
+@ptx.device_function
+def gate(a, a_log, dt_bias):
+    """-exp(A_log) * softplus(a + dt_bias)."""
+    x = ptx.add_rn(a, dt_bias)
+    soft = x if x > f32(LINEAR_FROM) else ptx.log1p(ptx.exp(x))
+    return ptx.mul_rn(-ptx.exp(a_log), soft)
+
+
+@ptx.device_function
+def convolved(w, e, x0, x1, x2, x3):
+    """r(silu(r(.))) of channel e of eight: taps w[4 e .. 4 e + 3], as pairs, on the values of four rows, oldest first."""
+    total = ptx.mul_rn(ptx.low(w[2 * e]), x0)
+    total = ptx.fma(ptx.high(w[2 * e]), x1, total)
+    total = ptx.fma(ptx.low(w[2 * e + 1]), x2, total)
+    total = ptx.fma(ptx.high(w[2 * e + 1]), x3, total)
+    return silu(ptx.low(ptx.pack(total, f32(0))))
+
+
+@ptx.device_function
+def convolved_pair(w, p, x0, x1, x2, x3):
+    """Channels 2 p and 2 p + 1 of eight, packed, from the pairs of four rows, oldest first."""
+    return ptx.pack(convolved(w, 2 * p, ptx.low(x0), ptx.low(x1), ptx.low(x2), ptx.low(x3)),
+                    convolved(w, 2 * p + 1, ptx.high(x0), ptx.high(x1), ptx.high(x2), ptx.high(x3)))
+
+
+@functools.lru_cache(maxsize=None)
+def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
+    """Blocks (channels, rows); with both, the last column of blocks computes the gates.
+
+    Parameters: x, its row stride; w; y, its row stride; parents; channels; then b, its row stride, a, its row stride, A_log,
+    dt_bias, beta, g, heads; live count. What is not computed is not read.
+    """
+    load8, _, store8 = bf16.access(vector)
+
+    @ptx.device_function
+    def gate_block(first, last, b_at, b_ld, a_at, a_ld, a_log, dt_bias, beta_at, g_at, heads):
+        i = i32(cuda.threadIdx.x)
+        while i < (last - first) * heads:
+            row = first + i32(i // heads)
+            head = i32(i % heads)
+            b = ptx.ldg_bf16(b_at + u64((row * b_ld + head) * 2))
+            a = ptx.ldg_bf16(a_at + u64((row * a_ld + head) * 2))
+            log, bias = ptx.ldg_bf16(a_log + u64(head * 2)), ptx.ldg_bf16(dt_bias + u64(head * 2))
+            to = row * heads + head
+            ptx.stg_u16(beta_at + u64(to * 2), ptx.to_bf16(sigmoid(b)))
+            ptx.stg(g_at + u64(to * 4), gate(a, log, bias))
+            i += i32(THREADS)
+
+    @ptx.device_function
+    def load(x_at, x_ld, row, wanted, n):
+        x = (u32(0), u32(0), u32(0), u32(0))
+        if wanted:
+            x = load8(x_at + u64(row * x_ld * 2), n)
+        return x
+
+    @ptx.device_function
+    def parent_of(row, parents):
+        return ptx.ldg_i32(parents + u64(row * 4)) if row >= 0 else i32(-1)
+
+    def gdn_conv_kernel(x_at, x_ld, w_at, y_at, y_ld, parents, channels, b_at, b_ld, a_at, a_ld, a_log, dt_bias, beta_at,
+                        g_at, heads, count):
+        first = i32(i32(cuda.blockIdx.y) * i32(ROWS_A_BLOCK))
+        last = i32(min(first + i32(ROWS_A_BLOCK), ptx.ldg_i32(count)))
+        if first >= last:
+            return
+        if gates:
+            if not conv or cuda.blockIdx.x == cuda.gridDim.x - 1:
+                ptx.pdl_wait()
+                ptx.pdl_launch()
+                gate_block(first, last, b_at, b_ld, a_at, a_ld, a_log, dt_bias, beta_at, g_at, heads)
+                return
+        if conv:
+            at = i32((i32(cuda.blockIdx.x) * i32(THREADS) + i32(cuda.threadIdx.x)) * 8)
+            n = i32(channels - at)                           # channels of the thread's eight that exist
+            if n <= 0:
+                return
+            w = cuda.local.array(16, u32)
+            for i in range(4):
+                v = load8(w_at + u64((at * 4 + 8 * i) * 2), 4 * n - 8 * i)
+                w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3] = v[0], v[1], v[2], v[3]
+            x_at = x_at + u64(at * 2)
+            y_at = y_at + u64(at * 2)
+            up1 = parent_of(first, parents)
+            up2 = parent_of(up1, parents)
+            up3 = parent_of(up2, parents)
+            ptx.pdl_wait()
+            x0 = load(x_at, x_ld, up3, up3 >= 0, n)          # the three rows above
+            x1 = load(x_at, x_ld, up2, up2 >= 0, n)
+            x2 = load(x_at, x_ld, up1, up1 >= 0, n)
+            next0 = load(x_at, x_ld, first, True, n)         # rows on their way
+            next1 = load(x_at, x_ld, first + 1, first + 1 < last, n)
+            next2 = load(x_at, x_ld, first + 2, first + 2 < last, n)
+            next3 = load(x_at, x_ld, first + 3, first + 3 < last, n)
+            ptx.pdl_launch()
+            row = i32(first)
+            while row < last:
+                x3, next0, next1, next2 = next0, next1, next2, next3
+                next3 = load(x_at, x_ld, row + 4, row + 4 < last, n)
+                up1 = parent_of(row, parents)
+                if row > first and up1 != row - 1:           # a branch starts: the rows above it are elsewhere
+                    up2 = parent_of(up1, parents)
+                    up3 = parent_of(up2, parents)
+                    x0 = load(x_at, x_ld, up3, up3 >= 0, n)
+                    x1 = load(x_at, x_ld, up2, up2 >= 0, n)
+                    x2 = load(x_at, x_ld, up1, up1 >= 0, n)
+                store8(y_at + u64(row * y_ld * 2),
+                       (convolved_pair(w, 0, x0[0], x1[0], x2[0], x3[0]),
+                        convolved_pair(w, 1, x0[1], x1[1], x2[1], x3[1]),
+                        convolved_pair(w, 2, x0[2], x1[2], x2[2], x3[2]),
+                        convolved_pair(w, 3, x0[3], x1[3], x2[3], x3[3])), n)
+                x0, x1, x2 = x1, x2, x3
+                row = i32(row + 1)
+
+    return Kernel(gdn_conv_kernel, types.void(u64, i32, u64, u64, i32, u64, i32, u64, i32, u64, i32, u64, u64, u64, u64, i32,
+                                              u64), THREADS)
+
+
+# ---------------------------------------------------------------- launchers
+def gdn_conv(stream, x, weight, parents, y, counts, pdl: bool = False) -> None:
+    """y[:n] = conv(x[:n]) along ``parents``, n = counts[ROWS].
+
+    x, y uint16 [capacity, channels], not overlapping; weight uint16 [channels, 4], contiguous; parents int32 [>= capacity],
+    -1 at position 0. Raises ValueError naming the argument that does not fit.
+    """
+    columns, rows, vector, arguments = _conv(x, weight, parents, y)
+    if rows and columns:
+        conv_gates_kernel(vector, True, False)(stream, (columns, rows), *arguments, *(0,) * 9, live(counts, ROWS), pdl=pdl)
+
+
+def gdn_gates(stream, b, a, a_log, dt_bias, beta, g, counts, pdl: bool = False) -> None:
+    """beta[:n] = r(sigmoid(b)), g[:n] = -exp(A_log) * softplus(a + dt_bias), n = counts[ROWS].
+
+    b, a uint16 [capacity, heads], any row strides; a_log, dt_bias uint16 [heads]; beta uint16 and g float32
+    [capacity, heads], contiguous. Raises ValueError naming the argument that does not fit.
+    """
+    rows, arguments = _gates(b, a, a_log, dt_bias, beta, g)
+    if rows:
+        conv_gates_kernel(True, False, True)(stream, (1, rows), *(0,) * 7, *arguments, live(counts, ROWS), pdl=pdl)
+
+
+def gdn_conv_gates(stream, x, weight, parents, b, a, a_log, dt_bias, y, beta, g, counts, pdl: bool = False) -> None:
+    """``gdn_conv`` and ``gdn_gates`` in one launch: the same arguments, the same bits."""
+    columns, rows, vector, conv_arguments = _conv(x, weight, parents, y)
+    gate_rows, gate_arguments = _gates(b, a, a_log, dt_bias, beta, g)
+    if gate_rows != rows:
+        raise ValueError("b must have as many rows as x")
+    if rows:
+        conv_gates_kernel(vector, True, True)(stream, (columns + 1, rows), *conv_arguments, *gate_arguments,
+                                              live(counts, ROWS), pdl=pdl)
+
+
+def _conv(x, weight, parents, y):
+    """(blocks of channels, blocks of rows, whether by 16 bytes, kernel arguments)."""
+    y = view("y", y, np.uint16, None, None)
+    capacity, channels = y.shape
+    x = view("x", x, np.uint16, capacity, channels)
+    w = view("weight", weight, np.uint16, channels, TAPS)
+    parents = view("parents", parents, np.int32, None)
+    if channels > 1 and w.strides[0] != TAPS:
+        raise ValueError("weight must be contiguous")
+    if parents.shape[0] < capacity:
+        raise ValueError(f"parents has {parents.shape[0]} entries for {capacity} rows of y")
+    vector = aligned(x, y) and w.address % 16 == 0
+    return (-(-channels // (8 * THREADS)), _row_blocks("y", capacity), vector,
+            (x.address, x.strides[0], w.address, y.address, y.strides[0], parents.address, channels))
+
+
+def _gates(b, a, a_log, dt_bias, beta, g):
+    """(blocks of rows, kernel arguments)."""
+    beta = view("beta", beta, np.uint16, None, None)
+    capacity, heads = beta.shape
+    b = view("b", b, np.uint16, capacity, heads)
+    a = view("a", a, np.uint16, capacity, heads)
+    g = view("g", g, np.float32, capacity, heads)
+    a_log = view("a_log", a_log, np.uint16, heads)
+    dt_bias = view("dt_bias", dt_bias, np.uint16, heads)
+    for name, v in (("beta", beta), ("g", g)):
+        if capacity > 1 and v.strides[0] != heads:
+            raise ValueError(f"{name} must be contiguous")
+    return _row_blocks("beta", capacity), (b.address, b.strides[0], a.address, a.strides[0], a_log.address, dt_bias.address,
+                                           beta.address, g.address, heads)
+
+
+def _row_blocks(name: str, capacity: int) -> int:
+    blocks = -(-capacity // ROWS_A_BLOCK)
+    if blocks > MAX_ROW_BLOCKS:
+        raise ValueError(f"{name} must have at most {MAX_ROW_BLOCKS * ROWS_A_BLOCK} rows, not {capacity}")
+    return blocks
+
+
+def kernels() -> dict:
+    """The kernels with their budgets: {name: (Kernel, compute capabilities, registers, spill bytes)}."""
+    everywhere = ((8, 0), (9, 0, "a"))
+    return {"gdn_conv": (conv_gates_kernel(True, True, False), everywhere, 128, 0),
+            "gdn_conv_scalar": (conv_gates_kernel(False, True, False), everywhere, 128, 0),
+            "gdn_gates": (conv_gates_kernel(True, False, True), everywhere, 40, 0),
+            "gdn_conv_gates": (conv_gates_kernel(True, True, True), everywhere, 128, 0)}
