@@ -72,9 +72,12 @@ class Engine:
             sequences = self.processor.encode(request)
             rows = count_rows(sequences)
             result = self.scheduler.run(place, sequences, rows)
-        ends = np.cumsum([len(question.parts) for question in request.questions])
+        scores, start = [], 0
+        for question in request.questions:
+            scores.append(result.scores[start:start + len(question.parts)])
+            start += len(question.parts)
         try:
-            answers = contract.answers(request, np.split(result.scores, ends[:-1]), self.export.manifest.temperature)
+            answers = contract.answers(request, scores, self.export.manifest.temperature)
         except ValueError:                  # finite scores may still overflow over a tiny temperature
             logger.error("the scores of a request gave no finite probabilities")
             raise InferenceError("model inference failed") from None

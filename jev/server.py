@@ -45,6 +45,15 @@ class _Task(WSGITask):
             self.set_close_on_finish()
         return super().build_response_header()
 
+    def write(self, data: bytes) -> None:
+        if self.wrote_header or not self.complete or not self.has_body or self.content_length != len(data):
+            super().write(data)
+            return
+        # Our responses are one block of known length: head and body leave together, and the client wakes up once.
+        self.channel.write_soon(self.build_response_header() + data)
+        self.wrote_header = True
+        self.content_bytes_written = len(data)
+
 
 class _Channel(HTTPChannel):
     task_class = _Task
@@ -100,7 +109,7 @@ class Server:
         self.engine = engine
         self.drain_seconds = settings.drain_seconds
         self.url = url(sock)
-        self._stopping = self._abandon = False
+        self._stopping = self._abandon = self._ended = False
         self._map: dict[int, Any] = {}
         self._dispatcher = ThreadedTaskDispatcher()
         self._dispatcher.set_thread_count(settings.queue + SPARE_THREADS)
@@ -108,8 +117,8 @@ class Server:
             sockets=[sock], threads=settings.queue + SPARE_THREADS, backlog=1024, ident=None,
             connection_limit=_connection_limit(), asyncore_use_poll=True,
             channel_request_lookahead=1,        # keep reading while a request runs: how a disconnect is noticed
-            send_bytes=1,                       # send from the thread that has the answer
             max_request_body_size=MAX_BODY_BYTES, clear_untrusted_proxy_headers=True)
+        adjustments.send_bytes = 1              # send from the thread that has the answer, not from the event loop
         self._waitress = _Waitress(
             app, self._map, True, sock, dispatcher=self._dispatcher, adj=adjustments, bind_socket=False,
             sockinfo=(sock.family, sock.type, sock.proto, sock.getsockname()))
@@ -118,7 +127,8 @@ class Server:
         """Begin to drain; a second call gives up on what is still running. For any thread and for signal handlers."""
         self._abandon = self._stopping
         self._stopping = True
-        self._waitress.pull_trigger()
+        if not self._ended:
+            self._waitress.pull_trigger()
 
     def run(self) -> bool:
         """Serve until stopped. True when everything admitted was answered."""
@@ -127,6 +137,7 @@ class Server:
                 self._round(ROUND_SECONDS)
             return self._drain()
         finally:
+            self._ended = True
             for channel in list(self._waitress.active_channels.values()):
                 channel.handle_close()
             self._dispatcher.shutdown(timeout=1)

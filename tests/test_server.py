@@ -1,0 +1,375 @@
+"""The worker over real sockets: keep-alive, uploads, overflow, disconnects, signals."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+
+import pytest
+
+from jev.app import MAX_BODY_BYTES
+from jev.server import Server
+from tests.fakes import FakeBackbone, Worker, body, choice, demo_export, eventually, post, request, serving
+
+DATA = body(request())
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    return demo_export(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return FakeBackbone()
+
+
+@pytest.fixture(scope="module")
+def server(export, backbone):
+    with serving(export, backbone) as server:
+        yield server
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def connect(server: Server | Worker) -> HTTPConnection:
+    host, port = server.url.removeprefix("http://").split(":")
+    return HTTPConnection(host, int(port), timeout=30)
+
+
+def ask(server: Server | Worker, data: bytes = DATA):
+    connection = connect(server)
+    try:
+        return post(connection, data)
+    finally:
+        connection.close()
+
+
+def raw(server: Server | Worker, data: bytes) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=30)
+    sock.sendall(data)
+    return sock
+
+
+def message(data: bytes, *headers: str) -> bytes:
+    lines = ["POST /v1/systemone HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """Until the server closes, which it must do within the socket's time-out."""
+    received = b""
+    while block := sock.recv(65536):
+        received += block
+    return received
+
+
+def chunked(data: bytes, size: int) -> bytes:
+    blocks = [data[i:i + size] for i in range(0, len(data), size)] + [b""]
+    return b"".join(b"%x\r\n%s\r\n" % (len(block), block) for block in blocks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# HTTP
+
+
+def test_many_requests_on_one_connection(server):
+    connection = connect(server)
+    first = post(connection, DATA)
+    for _ in range(20):
+        status, answer, headers = post(connection, DATA)
+        assert status == 200 and answer["answers"] == first[1]["answers"] and headers.get("Connection") is None
+    connection.request("GET", "/health")
+    assert json.loads(connection.getresponse().read())["status"] == "ready"
+    connection.close()
+
+
+def test_errors_keep_the_connection_open(server):
+    connection = connect(server)
+    for data, expected in ((b"{", 422), (b" " * (MAX_BODY_BYTES + 1), 413), (DATA, 200)):
+        assert post(connection, data)[0] == expected
+    connection.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+def test_chunked_bodies(server, size):
+    sock = raw(server, message(chunked(DATA, size), "Transfer-Encoding: chunked", "Connection: close"))
+    head, _, payload = read_all(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and json.loads(payload)["answers"]
+
+
+def test_a_chunked_body_has_the_same_limit_in_the_same_words(server):
+    padded = DATA + b" " * (MAX_BODY_BYTES - len(DATA))
+    for data, status in ((padded, b"200"), (padded + b" ", b"413")):
+        sock = raw(server, message(chunked(data, 65536), "Transfer-Encoding: chunked", "Connection: close"))
+        head, _, payload = read_all(sock).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status) and isinstance(json.loads(payload), dict)
+
+
+def test_expect_continue(server):
+    sock = raw(server, message(b"", f"Content-Length: {len(DATA)}", "Expect: 100-continue", "Connection: close"))
+    assert sock.recv(100).startswith(b"HTTP/1.1 100")
+    sock.sendall(DATA)
+    assert read_all(sock).startswith(b"HTTP/1.1 200")
+
+
+def test_pipelined_requests_are_answered_in_order(server):
+    bodies = [body(request(state=f"State {i}", **{f"q{i}": choice(2)})) for i in range(5)]
+    stream = b"".join(message(data, f"Content-Length: {len(data)}") for data in bodies[:-1])
+    sock = raw(server, stream + message(bodies[-1], f"Content-Length: {len(bodies[-1])}", "Connection: close"))
+    received = read_all(sock)
+    assert received.count(b"HTTP/1.1 200") == 5
+    assert [received.index(b'"q%d"' % i) for i in range(5)] == sorted(received.index(b'"q%d"' % i) for i in range(5))
+
+
+def test_garbage_does_not_bring_it_down(server):
+    rng = random.Random(0)
+    good = message(DATA, f"Content-Length: {len(DATA)}", "Connection: close")
+    for _ in range(60):
+        damaged = bytearray(good)
+        for _ in range(rng.randint(1, 6)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        with raw(server, bytes(damaged)) as sock:
+            sock.shutdown(socket.SHUT_WR)
+            try:
+                answer = read_all(sock)
+            except ConnectionResetError:
+                continue
+            status = int(answer.split(b" ", 2)[1]) if answer else 400
+            assert status in (200, 499, 501) or 400 <= status < 500
+    assert ask(server)[0] == 200
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Overflow and disconnects
+
+
+def test_overflow_is_503_at_once_and_everything_admitted_is_answered(export, pool):
+    backbone = FakeBackbone()
+    with serving(export, backbone, queue=3) as server:
+        backbone.gate.clear()
+        admitted = [pool.submit(ask, server) for _ in range(3)]
+        eventually(lambda: server.engine.pending == 3)
+        started = time.monotonic()
+        for _ in range(20):
+            status, error, headers = ask(server)
+            assert status == 503 and int(headers["Retry-After"]) >= 1
+            assert error["detail"]["error_type"] == "overloaded_error"
+        connection = connect(server)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()
+        assert time.monotonic() - started < 5
+        backbone.gate.set()
+        assert [f.result(10)[0] for f in admitted] == [200] * 3
+        assert ask(server)[0] == 200
+
+
+@pytest.mark.parametrize("way", ["close", "reset"])
+def test_a_disconnect_frees_its_place_and_is_not_computed(export, pool, way):
+    backbone = FakeBackbone()
+    with serving(export, backbone, queue=3) as server:
+        backbone.gate.clear()
+        running = pool.submit(ask, server)
+        eventually(lambda: len(backbone.forwards) == 2)             # the first was the warm-up
+        wide = body(request(pick=choice(50)))
+        leaving = [raw(server, message(wide, f"Content-Length: {len(wide)}")) for _ in range(2)]
+        eventually(lambda: len(server.engine.scheduler._waiting) == 2)
+        assert ask(server)[0] == 503
+        for sock in leaving:
+            if way == "reset":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            sock.close()
+        eventually(lambda: all(w.place.gone() for w in server.engine.scheduler._waiting))
+        newcomers = [pool.submit(ask, server) for _ in range(2)]
+        eventually(lambda: server.engine.pending == 3)
+        backbone.gate.set()
+        assert [f.result(10)[0] for f in [running, *newcomers]] == [200] * 3
+        assert sum(n for n, _ in backbone.forwards) == 4            # none of the hundred candidates
+        eventually(lambda: server.engine.pending == 0)
+
+
+def test_idle_connections_beyond_the_limit_of_select(server):
+    """More descriptors than select() takes, and the worker answers a new client."""
+    import resource
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 3000:
+        pytest.skip("the limit on open files is too low here")
+    sockets = [raw(server, b"") for _ in range(1100)]
+    try:
+        assert ask(server)[0] == 200
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def test_stop_answers_what_is_running_and_then_closes(export, pool):
+    backbone = FakeBackbone()
+    with serving(export, backbone) as server:
+        idle = connect(server)
+        assert post(idle, DATA)[0] == 200
+        backbone.gate.clear()
+        running = [pool.submit(ask, server) for _ in range(4)]
+        eventually(lambda: server.engine.pending == 4)
+        busy = connect(server)
+        server.stop()
+        with pytest.raises(OSError):
+            eventually(lambda: ask(server)[0] == 0)                 # the listener is closed, a new client is refused
+        assert idle.sock.recv(1) == b""
+        assert server.engine.pending == 4
+        backbone.gate.set()
+        for future in running:
+            status, _, headers = future.result(10)
+            assert status == 200 and headers["Connection"] == "close"
+        busy.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process
+
+
+@pytest.fixture
+def start(export, tmp_path):
+    """start(*flags, ...) -> Worker, killed at the end if it still runs."""
+    workers = []
+
+    def start(*flags, **more):
+        workers.append(Worker(export.path, tmp_path, *flags, **more))
+        return workers[-1]
+    yield start
+    for worker in workers:
+        worker.__exit__()
+
+
+def test_it_says_what_it_serves_and_where(start):
+    worker = start()
+    worker.wait_for("try: curl " + worker.url)
+    assert ask(worker)[0] == 200
+    for text in ("open-jev-demo", "not decisions", "256 requests"):
+        assert text in worker.stderr
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert "Traceback" not in worker.stderr
+    line, = worker.access()
+    assert (line["path"], line["status"], line["candidates"]) == ("/v1/systemone", 200, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_with_nothing_in_flight_it_exits_within_a_second_whatever_is_open(start, number):
+    worker = start()
+    connections = [connect(worker) for _ in range(20)]
+    for connection in connections:
+        assert post(connection, DATA)[0] == 200
+    half = raw(worker, b"POST /v1/systemone HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf a body")
+    silent = [raw(worker, b"") for _ in range(5)]
+    time.sleep(0.1)
+    started = time.monotonic()
+    worker.signal(number)
+    assert worker.wait() == 0
+    assert time.monotonic() - started < 1
+    assert "Traceback" not in worker.stderr and "stopped\n" in worker.stderr
+    for connection in connections:
+        connection.close()
+    for sock in (half, *silent):
+        sock.close()
+
+
+def test_sigterm_answers_what_was_admitted_and_refuses_the_rest(start, pool):
+    worker = start(seconds=1.0)
+    lazy = connect(worker)
+    assert post(lazy, DATA)[0] == 200
+    running = [pool.submit(ask, worker, body(request(state=f"State {i}"))) for i in range(6)]
+    time.sleep(0.3)                                                 # one is being computed, five wait
+    worker.signal(signal.SIGTERM)
+    worker.wait_for("shutting down once 6 admitted")
+    time.sleep(0.1)
+    with pytest.raises(OSError):
+        ask(worker)
+    with pytest.raises(OSError):                                    # idle when the signal came: closed
+        post(lazy, DATA)
+    for future in running:
+        status, answer, headers = future.result(20)
+        assert status == 200 and answer["answers"] and headers["Connection"] == "close"
+    assert worker.wait() == 0
+    assert [line["status"] for line in worker.access()] == [200] * 7
+
+
+def test_a_request_that_arrives_on_a_busy_connection_while_draining_is_refused_in_words(start):
+    worker = start(seconds=1.0)
+    worker.wait_for("listening")
+    one = message(DATA, f"Content-Length: {len(DATA)}")
+    sock = raw(worker, one)
+    time.sleep(0.3)
+    worker.signal(signal.SIGTERM)
+    worker.wait_for("shutting down once 1 admitted")
+    sock.sendall(one)
+    received = read_all(sock)
+    assert received.startswith(b"HTTP/1.1 200") and b"Connection: close" in received
+    assert received.count(b"HTTP/1.1") == 1                         # told to close, so the second is not answered
+    assert worker.wait() == 0
+
+
+def test_a_second_signal_gives_up(start, pool):
+    worker = start(seconds=2.0)
+    worker.wait_for("listening")
+    running = pool.submit(ask, worker)
+    time.sleep(0.5)
+    worker.signal(signal.SIGTERM)
+    worker.wait_for("shutting down once 1 admitted")
+    started = time.monotonic()
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 1
+    assert time.monotonic() - started < 2
+    with pytest.raises(Exception):
+        running.result(10)
+
+
+def test_it_gives_up_after_drain_seconds(start, pool):
+    worker = start("--drain-seconds", "0.5", seconds=2.0)
+    worker.wait_for("listening")
+    running = pool.submit(ask, worker)
+    time.sleep(0.5)
+    started = time.monotonic()
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 1
+    assert time.monotonic() - started < 8
+    with pytest.raises(Exception):
+        running.result(10)
+
+
+def test_a_signal_while_loading_ends_it(start):
+    worker = start(before="open_export = None; import jev.checkpoint; jev.checkpoint.open_export = "
+                          "lambda *a: (print('loading', file=sys.stderr, flush=True), time.sleep(60))")
+    worker.wait_for("loading")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait(5) == 0
+    assert "Traceback" not in worker.stderr
+
+
+def test_a_port_in_use_is_noticed_before_loading(start):
+    first = start()
+    port = str(first.address[1])
+    second = start("--port", port)
+    assert second.wait() == 1
+    assert "in use" in second.stderr and "Traceback" not in second.stderr and "model:" not in second.stderr
+
+
+def test_the_key_is_never_written(start):
+    worker = start(env={"OPEN_JEV_API_KEY": "hush-hush"})
+    connection = connect(worker)
+    assert post(connection, DATA)[0] == 401
+    assert post(connection, DATA, Authorization="Bearer hush-hush")[0] == 200
+    connection.close()
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert "hush" not in worker.stderr + worker.access_file.read_text()
+    assert "$OPEN_JEV_API_KEY" in worker.stderr
