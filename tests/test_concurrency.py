@@ -5,34 +5,17 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from http.client import HTTPConnection
 
 import pytest
 
 from jev.backbone import open_backbone
-from tests.fakes import body, demo_export, post, serving
+from jev.server import Server
+from tests.fakes import FakeBackbone, body, choice, demo_export, post, request, serving
 
 CLIENTS, REQUESTS = 64, 50
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    export = demo_export(tmp_path_factory.mktemp("export"))
-    with serving(export, open_backbone(export, "numpy", log=lambda line: None)) as server:
-        yield server
-
-
-def small_requests() -> list[bytes]:
-    """Thirty requests, few rows each: all kinds, several states, one to three questions."""
-    made = []
-    for i in range(30):
-        questions = {
-            "n": {"type": "noul", "instructions": f"{i}?"},
-            "c": {"type": "choice", "instructions": "Which?", "criteria": {"a": None, "b": None, f"{i}": None}},
-            "s": {"type": "score", "instructions": "How?", "criteria": ["no", "yes"]}}
-        chosen = list(questions)[i % 3:][:1 + i % 2]
-        made.append(body({"state": "abc"[i % 3], "questions": {id: questions[id] for id in chosen}}))
-    return made
 
 
 def content(answer: dict) -> str:
@@ -40,22 +23,30 @@ def content(answer: dict) -> str:
     return json.dumps({**answer, "metadata": {**answer["metadata"], "inference_seconds": 0}})
 
 
-def test_64_clients_of_50_requests_each_get_what_they_would_get_alone(server):
-    requests = small_requests()
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = HTTPConnection(host, int(port), timeout=60)
-    alone = []
+def ask_alone(server: Server, requests: list[bytes]) -> list[str]:
+    connection = connect(server)
+    answers = []
     for data in requests:
         status, answer, _ = post(connection, data)
-        assert status == 200
-        alone.append(content(answer))
+        assert status == 200, answer
+        answers.append(content(answer))
     connection.close()
+    return answers
 
-    wrong, answered = [], [0] * CLIENTS
+
+def connect(server: Server) -> HTTPConnection:
+    host, port = server.url.removeprefix("http://").split(":")
+    return HTTPConnection(host, int(port), timeout=250)
+
+
+def crowd(server: Server, requests: list[bytes], alone: list[str]) -> None:
+    """CLIENTS clients at once send REQUESTS of ``requests`` each; every answer must be the one it got alone."""
+    wrong: list[tuple] = []
+    answered = [0] * CLIENTS
 
     def client(number: int) -> None:
         rng = random.Random(number)
-        connection = HTTPConnection(host, int(port), timeout=240)
+        connection = connect(server)
         for _ in range(REQUESTS):
             which = rng.randrange(len(requests))
             status, answer, _ = post(connection, requests[which])
@@ -63,38 +54,60 @@ def test_64_clients_of_50_requests_each_get_what_they_would_get_alone(server):
                 wrong.append((number, which, status))
             answered[number] += 1
         connection.close()
-    threads = [threading.Thread(target=client, args=[number]) for number in range(CLIENTS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(client, CLIENTS)
     assert answered == [REQUESTS] * CLIENTS and not wrong
     assert server.engine.pending == 0
 
 
-def test_a_mix_of_sizes_split_between_forwards(tmp_path_factory):
-    """Requests larger than a forward beside small ones: the same bits as in forwards that hold everything."""
-    from dataclasses import replace
-    export = demo_export(tmp_path_factory.mktemp("export"))
-    export = replace(export, manifest=replace(export.manifest, max_length=192))
-    wide = [body({"state": "abc"[i] * 3, "questions": {"c": {
-        "type": "choice", "instructions": "Which?", "criteria": {f"option {j}": None for j in range(60)}}}})
-        for i in range(3)]
-    data = wide + small_requests()[:9]
-    answers = {}
-    for rows in (None, 192):
-        with serving(export, open_backbone(export, "numpy", log=lambda line: None), batch_rows=rows) as server:
-            host, port = server.url.removeprefix("http://").split(":")
+def together(run: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=run, args=[number]) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
-            def ask(i: int) -> None:
-                connection = HTTPConnection(host, int(port), timeout=120)
-                answers[rows, i] = post(connection, data[i])
-                connection.close()
-            threads = [threading.Thread(target=ask, args=[i]) for i in range(len(data))]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    for i in range(len(data)):
-        assert answers[None, i][0] == answers[192, i][0] == 200
-        assert content(answers[None, i][1]) == content(answers[192, i][1])
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    return demo_export(tmp_path_factory.mktemp("export"))
+
+
+def test_64_clients_of_50_requests_each_lose_nothing(export):
+    """With a backbone that costs nothing: 60 requests of all kinds and sizes, some larger than a forward."""
+    questions = [{"type": "noul", "instructions": "Is it?"}, choice(3), choice(40, "And which?"),
+                 {"type": "score", "instructions": "How?", "criteria": ["no", {"so": "so"}, "yes"]}]
+    requests = [body(request(state=f"State {i % 7}", **{f"q{j}": questions[(i + j) % 4] for j in range(1 + i % 3)}))
+                for i in range(60)]
+    small = replace(export, manifest=replace(export.manifest, max_length=256))
+    backbone = FakeBackbone()
+    with serving(small, backbone, batch_rows=1500) as server:
+        crowd(server, requests, ask_alone(server, requests))
+    assert max(rows for _, rows in backbone.forwards) <= 1500
+    assert len(backbone.forwards) < CLIENTS * REQUESTS                 # requests did share forwards
+
+
+def test_64_clients_of_50_requests_each_get_the_bits_they_would_get_alone(export):
+    """With the real backbone in NumPy, at some two milliseconds a row: so few rows, of which many are shared."""
+    requests = [body({"state": "a", "questions": {"q": question}}) for question in (
+        {"type": "noul", "instructions": "b?"}, {"type": "noul", "instructions": "Is it so?"},
+        {"type": "choice", "instructions": "c?", "criteria": {"d": None, "e": None}},
+        {"type": "score", "instructions": "c?", "criteria": ["d", "not d at all"]})]
+    requests.append(body({"state": "f", "questions": {"q": {"type": "noul", "instructions": "b?"}}}))
+    with serving(export, open_backbone(export, "numpy", log=lambda line: None)) as server:
+        crowd(server, requests, ask_alone(server, requests))
+
+
+def test_a_mix_of_sizes_split_between_forwards(export):
+    """Requests larger than a forward beside small ones: the same bits as in forwards that hold everything."""
+    small = replace(export, manifest=replace(export.manifest, max_length=80))
+    requests = [body({"state": "ab"[i], "questions": {"q": choice(6, "c?")}}) for i in range(2)]
+    requests += [body({"state": "a", "questions": {"q": {"type": "noul", "instructions": f"{i}?"}}}) for i in range(3)]
+    answers: dict[tuple, str] = {}
+    for rows in (None, 80):
+        with serving(small, open_backbone(small, "numpy", log=lambda line: None), batch_rows=rows) as server:
+            def client(number: int) -> None:
+                status, answer, _ = post(connect(server), requests[number])
+                answers[rows, number] = content(answer) if status == 200 else str(status)
+            together(client, len(requests))
+    for number in range(len(requests)):
+        assert answers[None, number] == answers[80, number] and '"answers"' in answers[80, number]

@@ -49,8 +49,8 @@ def test_models_and_errors_are_understood(server):
         entry, = typesafe.models.list().models
         assert entry.name == "open-jev-demo" and entry.description and len(entry.release_date) == 10
         with pytest.raises(sdk.TypeSafeUnprocessableEntityError) as refused:
-            typesafe.system_one(state="x", questions={"q": sdk.Choice(instructions="?", criteria={})})
-        assert refused.value.body["detail"][0]["loc"][:3] == ["body", "questions", "q"]
+            typesafe.system_one(state="x", model="another", questions={"q": sdk.Noul(instructions="?")})
+        assert refused.value.body["detail"][0]["loc"] == ["body", "model"]
         assert refused.value.request_id
     with client(server, "another-key") as stranger, pytest.raises(sdk.TypeSafeAuthenticationError):
         stranger.system_one(state="x", questions={"q": sdk.Noul(instructions="?")})

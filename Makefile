@@ -1,0 +1,72 @@
+# make demo     watch a worker answer: makes .venv and a small checkpoint, starts a worker, asks it, shows the answers
+# make test     run the tests; they need no GPU and no torch
+# make parity   compare live with torch, transformers and peft, installed in .venv-parity
+# make clean    remove what the others made
+#
+# Needed: Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), and make.
+# Another interpreter: make test PYTHON=python3.12      Some tests: make test TESTS='tests/test_app.py -x'
+
+PYTHON ?= python3
+TESTS ?= tests -n 2 --dist loadfile
+
+SHELL := /bin/sh
+.SHELLFLAGS := -ec
+.ONESHELL:
+.SILENT:
+.DEFAULT_GOAL := help
+.PHONY: help demo test parity clean
+
+# $(call environment,FOLDER,NAME,EXTRAS): a virtual environment with this package and its EXTRAS. The stamp says for which
+# inputs the environment was made and what is in it. It is taken away before anything changes and put back at the end,
+# so an interrupted or outdated environment is made anew.
+define environment
+exec 9<Makefile && if command -v flock >/dev/null; then flock 9; fi
+$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || {
+    echo "$(PYTHON) is not Python 3.10 to 3.13; choose one with: make PYTHON=python3.12" >&2; exit 1; }
+key=$$( (cat pyproject.toml setup.cfg; $(PYTHON) -VV; pwd) | sha256sum | cut -c 1-32)
+have=$$(cat $(1)/.stamp 2>/dev/null || true)
+case "$$have " in
+"$$key "*" $(2) "*) ;;
+*)
+    case "$$have " in
+    "$$key "*) ;;
+    *)
+        echo "Making a virtual environment in $(1)"
+        rm -rf $(1)
+        $(PYTHON) -m venv $(1) || { rm -rf $(1); echo "Python's venv is missing; on Debian: apt install python3-venv" >&2; exit 1; }
+        have=$$key
+        ;;
+    esac
+    rm -f $(1)/.stamp
+    echo "Installing jev$(3) and what it needs (a few minutes the first time)"
+    $(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.$(3)' 9<&-
+    echo "$$have base $(2)" > $(1)/.stamp.new
+    mv $(1)/.stamp.new $(1)/.stamp
+    ;;
+esac
+exec 9<&-
+endef
+
+help:
+	sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+demo:
+	$(call environment,.venv,base,)
+	exec .venv/bin/python -m jev demo --dir .demo
+
+test:
+	$(call environment,.venv,test,[test])
+	echo "Running the tests: $(TESTS)"
+	export OPENBLAS_NUM_THREADS=1
+	exec .venv/bin/python -m pytest $(TESTS)
+
+parity:
+	$(call environment,.venv-parity,parity,[test$(comma)parity])
+	echo "Comparing with torch, transformers and peft"
+	exec .venv-parity/bin/python -m pytest tests -m parity
+
+clean:
+	rm -rf .venv .venv-parity .demo .pytest_cache .hypothesis build dist ./*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+comma := ,
