@@ -444,7 +444,13 @@ def export_merged(base: str | Path, checkpoint: str | Path, out: str | Path, max
     manifest = Manifest(source.model_id, source.base_revision, source.checkpoint_revision,
                         temperature.number("temperature"), max_length, prefix, suffix, tuple(weight), bias)
     text = base_json.get("text_config", base_json)
-    config_json = {**text, "architectures": ["Qwen3_5TextModel"], "model_type": "qwen3_5_text", "dtype": "bfloat16"}
+    # What Transformers would fill in is written out: other readers of the format look for it.
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta,
+            "partial_rotary_factor": config.rotary_dim / config.head_dim}
+    config_json = {"hidden_act": "silu", "max_position_embeddings": 32768, **text,
+                   "layer_types": list(config.layer_types),
+                   "rope_parameters": {**(text.get("rope_parameters") or {}), **rope},
+                   "architectures": ["Qwen3_5TextModel"], "model_type": "qwen3_5_text", "dtype": "bfloat16"}
     from tqdm import tqdm
     total = sum(2 * math.prod(entry.shape) for entry in tensors.values())
     with tqdm(total=total, desc=source.title, unit="B", unit_scale=True) as bar:

@@ -97,12 +97,24 @@ def test_what_an_export_holds(folder):
                           "chat_prefix", "chat_suffix", "head_weight", "head_bias"}
     config = json.loads((result.path / "config.json").read_text())
     assert config["model_type"] == "qwen3_5_text" and result.config == CONFIG
+    assert config["rope_parameters"] == TEXT_CONFIG["rope_parameters"]
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (result.path / name).read_bytes() == (folder / "base" / name).read_bytes()
     assert {f.name for f in result.path.iterdir()} == {
         "config.json", "model.safetensors", "open_jev_export.json", "tokenizer.json", "tokenizer_config.json",
         "chat_template.jinja"}
     assert sorted(f.name for f in folder.iterdir()) == ["base", "checkpoint", "out"]
+
+
+def test_the_configuration_says_what_transformers_would_fill_in(folder):
+    """Settings in older places, or left to defaults, are written where every reader of the format looks."""
+    text = {name: x for name, x in TEXT_CONFIG.items() if name not in ("layer_types", "rope_parameters", "hidden_act")}
+    text |= {"full_attention_interval": 2, "rope_theta": 1e4}
+    edit_json(folder / "base" / "config.json", text_config=text)
+    config = json.loads((run(folder) / "config.json").read_text())
+    assert config["layer_types"] == TEXT_CONFIG["layer_types"] and config["hidden_act"] == "silu"
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    assert config["max_position_embeddings"] >= 16384 and open_export(folder / "out").config == CONFIG
 
 
 def test_only_targets_change(folder):
