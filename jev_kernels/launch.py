@@ -39,10 +39,11 @@ def address(array) -> int:
 
 
 class View(NamedTuple):
-    """An array as launchers see it: address of the first element, shape, strides in elements."""
+    """An array as launchers see it: address of the first element, shape, strides in elements; the array, to keep it alive."""
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    array: object
 
 
 def view(name: str, array, dtype, *shape: int | None) -> View:
@@ -69,7 +70,7 @@ def view(name: str, array, dtype, *shape: int | None) -> View:
     if any(s % dtype.itemsize for s in strides) or (have[-1] > 1 and strides[-1] != dtype.itemsize):
         raise ValueError(f"{name} must be contiguous in its last dimension, not have strides {list(strides)} in bytes")
     at = register(array) if config.ENABLE_CUDASIM else interface["data"][0]
-    return View(at, have, tuple(s // dtype.itemsize for s in strides))
+    return View(at, have, tuple(s // dtype.itemsize for s in strides), array)
 
 
 def aligned(*views: View, itemsize: int = 2) -> bool:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from jev_kernels import silu
+from tests.kernels import checks
+
+
+@pytest.mark.parametrize("width, where", [(64, {}), (72, {"ld": 160}), (61, {}), (64, {"offset": 1}), (1, {}), (2056, {})])
+def test_silu_mul(width, where):
+    checks.check_silu_mul(np.random.default_rng(0), 3, width, capacity=4, **where)
+
+
+def test_layouts_give_the_same_bits():
+    outs = [checks.check_silu_mul(np.random.default_rng(1), 2, 96, **where) for where in ({}, {"offset": 1}, {"ld": 203})]
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
+
+
+def test_every_exponent_of_the_gate():
+    """Both signs, all 256 exponents: subnormal results, saturation, infinities, NaN."""
+    gate = (np.arange(512, dtype=np.uint16) << 7 | 0x25).reshape(2, 256)
+    up = checks.values(np.random.default_rng(2), 2, 256)
+    checks.check_silu_mul(np.random.default_rng(2), 2, 256, data=np.concatenate([gate, up], 1))
+
+
+def test_gates_where_exp_leaves_float32():
+    gate = checks.bf16.from_float64(np.linspace(-110, -80, 256)).reshape(2, 128)
+    up = np.full((2, 128), 0x3F80, np.uint16)
+    checks.check_silu_mul(np.random.default_rng(2), 2, 128, data=np.concatenate([gate, up], 1))
+
+
+def test_refusals():
+    counts, y = checks.counts(rows=2), cuda.to_device(np.zeros((2, 64), np.uint16))
+    for name, x, out in (("gate_up", np.zeros((2, 127), np.uint16), y), ("gate_up", np.zeros((3, 128), np.uint16), y),
+                         ("gate_up", np.zeros((2, 128), np.float32), y), ("y", np.zeros((2, 128), np.uint16), counts)):
+        with pytest.raises(ValueError, match=f"^{name} "):
+            silu.silu_mul(0, cuda.to_device(x), out, counts)
