@@ -45,8 +45,8 @@ def full_attention(ops: Ops, layer: Layer, x: Matrix, pool: RowPool) -> Matrix:
 def linear_attention(ops: Ops, layer: Layer, x: Matrix, pool: RowPool) -> Matrix:
     """Gated DeltaNet, up to its output projection."""
     projected = ops.linear(x, layer.in_proj)
-    g, beta = ops.gdn_gates(projected, layer.a_log, layer.dt_bias)
-    o = ops.gated_delta_rule(ops.gdn_conv(projected, layer.conv, pool), g, beta, pool)
+    qkv, g, beta = ops.gdn_conv_gates(projected, layer.conv, layer.a_log, layer.dt_bias, pool)
+    o = ops.gated_delta_rule(qkv, g, beta, pool)
     return ops.gated_rms_norm(o, projected, layer.gdn_norm)
 
 

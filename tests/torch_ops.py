@@ -56,18 +56,16 @@ class TorchOps:
     def linear(self, x, weight):
         return torch.cat([x @ part.double().T for part in weight.split(4096)], dim=1)
 
-    def gdn_conv(self, projected, weight, pool: RowPool):
+    def gdn_conv_gates(self, projected, weight, a_log, dt_bias, pool: RowPool):
         x = torch.cat([projected[:, self.gdn["qkv"]], projected.new_zeros(1, self.config.conv_dim)])
         row, total = np.arange(pool.n_rows), 0
         up = np.append(pool.parents, -1)
         for tap in range(weight.shape[1] - 1, -1, -1):
             total = total + x[self._index(np.where(row < 0, pool.n_rows, row))] * weight[:, tap].double()
             row = up[row]
-        return torch.nn.functional.silu(total)
-
-    def gdn_gates(self, projected, a_log, dt_bias):
         b, a = projected[:, self.gdn["b"]], projected[:, self.gdn["a"]]
-        return -torch.exp(a_log.double()) * torch.nn.functional.softplus(a + dt_bias.double()), torch.sigmoid(b)
+        g = -torch.exp(a_log.double()) * torch.nn.functional.softplus(a + dt_bias.double())
+        return torch.nn.functional.silu(total), g, torch.sigmoid(b)
 
     def gated_delta_rule(self, qkv, g, beta, pool: RowPool):
         c = self.config

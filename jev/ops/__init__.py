@@ -36,11 +36,12 @@ class Ops(Protocol):
     def linear(self, x: Matrix, weight) -> Matrix:
         """x W^T, float32 accumulation or better, one rounding."""
 
-    def gdn_conv(self, projected: Matrix, weight, pool: RowPool) -> Matrix:
-        """[rows, q | k | v] of linear attention: causal convolution along each path, SiLU. Keeps projected."""
+    def gdn_conv_gates(self, projected: Matrix, conv, a_log, dt_bias, pool: RowPool) -> tuple[Matrix, Matrix, Matrix]:
+        """What the delta rule takes, in one operation because it is one launch on a GPU: (qkv, g, beta). Keeps projected.
 
-    def gdn_gates(self, projected: Matrix, a_log, dt_bias) -> tuple[Matrix, Matrix]:
-        """(g, beta), [rows, value heads] each: log decay, not rounded, and write strength. Keeps projected."""
+        qkv [rows, q | k | v]: causal convolution along each path, SiLU; g, beta [rows, value heads]: log decay, not
+        rounded, and write strength.
+        """
 
     def gated_delta_rule(self, qkv: Matrix, g: Matrix, beta: Matrix, pool: RowPool) -> Matrix:
         """[rows, value_dim]: the recurrence along each path."""

@@ -69,11 +69,9 @@ class NumpyOps:
             np.matmul(blocks[at:at + ROW_BLOCK], weight.T, out=y[at:at + ROW_BLOCK])
         return self.r(y[:len(x)])
 
-    def gdn_conv(self, projected, weight, pool: RowPool):
-        return reference.gdn_conv(projected[:, self.gdn["qkv"]], pool.parents, weight, self.r)
-
-    def gdn_gates(self, projected, a_log, dt_bias):
-        return reference.gdn_gates(projected[:, self.gdn["b"]], projected[:, self.gdn["a"]], a_log, dt_bias, self.r)
+    def gdn_conv_gates(self, projected, conv, a_log, dt_bias, pool: RowPool):
+        qkv, b, a = (projected[:, self.gdn[name]] for name in ("qkv", "b", "a"))
+        return (reference.gdn_conv(qkv, pool.parents, conv, self.r), *reference.gdn_gates(b, a, a_log, dt_bias, self.r))
 
     def gated_delta_rule(self, qkv, g, beta, pool: RowPool):
         c = self.config

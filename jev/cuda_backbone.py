@@ -1,0 +1,171 @@
+"""The backbone on a GPU: weights in one arena, one captured graph per row bucket, one upload and one download a forward.
+
+A forward pass is: build the row pool, pack its metadata into pinned memory, copy it to the device, replay the graph of
+the smallest bucket that holds the pool, copy the last rows back, wait (without the GIL). With ``graph=False`` the same
+kernels are launched one by one, with the same bits.
+"""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numba import cuda
+from tqdm import tqdm
+
+from jev import row_pool, weights
+from jev.backbone import BackendError, forward
+from jev.checkpoint import Export, ModelConfig
+from jev.ops.buckets import Bucket, choose, row_counts
+from jev.ops.cuda import Buffers, CudaOps, CudaWeights
+from jev.row_pool import RowPool
+from jev_kernels import graph as graphs
+from jev_kernels.device import Device, DeviceError, Stream, peak_memory, pinned, to_device, to_host
+from jev_kernels.gemm import Gemm
+
+MAX_ROWS = 8192             # rows of a forward, unless one prompt may be longer
+READY_ROWS = 4096           # narrow buckets up to here are captured at start-up, the others when first needed
+
+
+def cache_folder() -> Path:
+    """Where tuning results are kept between runs: $XDG_CACHE_HOME/jev, or ~/.cache/jev."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jev"
+
+
+class CudaBackbone:
+    """``Backbone`` on one GPU. Raises BackendError where a DeviceError says that it does not fit or does not run.
+
+    load(specs) -> CudaWeights: where the weights come from; the default streams them from ``export``.
+    """
+    name = "cuda"
+
+    def __init__(self, export: Export, device: Device, max_length: int | None = None, graph: bool = True, log=print):
+        length = max_length or export.manifest.max_length
+
+        def load(specs):
+            total = sum(2 * int(np.prod(s.shape)) for s in specs)
+            with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None) as bar:
+                return CudaWeights.from_tensors(specs, export.tensors, bar.update)
+        self._open(export.config, device, length, graph, log, load)
+
+    @classmethod
+    def with_weights(cls, config: ModelConfig, device: Device, load, max_length: int = 4096, graph: bool = True,
+                     log=print, max_rows: int = MAX_ROWS) -> CudaBackbone:
+        """A backbone whose weights ``load(specs)`` provides: synthetic ones, for benchmarks and tests."""
+        self = cls.__new__(cls)
+        self._open(config, device, max_length, graph, log, load, max_rows)
+        return self
+
+    def _open(self, config, device, max_length, graph, log, load, max_rows=MAX_ROWS):
+        self.config, self.device, self.log = config, device, log
+        started = time.perf_counter()
+        self.buckets = [Bucket(rows, wide) for wide in (False, True)
+                        for rows in row_counts(max(max_rows, max_length))]
+        self.max_rows = self.buckets[-1].rows
+        self.use_graphs = graph
+        self._graphs: dict[Bucket, graphs.Graph] = {}
+        self._ops: dict[Bucket, CudaOps] = {}
+        try:
+            cache = cache_folder() / "gemm.json"
+            self.gemm = Gemm(device, cache)
+            self.weights = load(weights.specs(config))
+            self.model = weights.assemble(self.weights.held, config)
+            self.buffers = Buffers(config, self.buckets, max_length)
+            self.stream = Stream()
+            self.host_metadata = pinned(max(b.size for b in self.buckets), np.int32)
+            self.host_hidden = pinned((max(b.lasts for b in self.buckets), config.hidden_size), np.uint16)
+            loaded = time.perf_counter()
+            log(f"weights on the GPU in {loaded - started:.1f} s; preparing kernels")
+            self._prepare()
+        except (DeviceError, RuntimeError) as e:
+            raise BackendError(f"the model cannot be opened on the GPU: {e}") from e
+        log(f"ready in {time.perf_counter() - started:.1f} s, {len(self._graphs)} graphs, "
+            f"{peak_memory() / 1e9:.1f} GB of GPU memory")
+
+    def _prepare(self) -> None:
+        """Compile and run everything once, then capture the buckets that ordinary requests need."""
+        first = self.buckets[0]
+        pool = row_pool.build([np.zeros(1, np.int32)])
+        for bucket in (first, next(b for b in self.buckets if b.rows >= min(1024, self.max_rows))):
+            self.upload(bucket, pool, pool.last_rows)
+            self._launch(bucket)
+        self.stream.synchronize()
+        if self.use_graphs:
+            for bucket in self.buckets:
+                if not bucket.wide and bucket.rows <= READY_ROWS:
+                    self.graph(bucket)
+
+    def ops(self, bucket: Bucket) -> CudaOps:
+        """The operations bound to a bucket's buffers."""
+        if bucket not in self._ops:
+            self._ops[bucket] = CudaOps(self.config, self.gemm, self.buffers, bucket, self.stream)
+        return self._ops[bucket]
+
+    def _launch(self, bucket: Bucket):
+        """Every kernel of a forward pass into the stream; returns the buffer of hidden states."""
+        return forward(self.ops(bucket), self.model, None)
+
+    def graph(self, bucket: Bucket) -> graphs.Graph | None:
+        """The captured forward of a bucket; None where the driver refuses, and then it is launched eagerly."""
+        if bucket not in self._graphs:
+            ops = self.ops(bucket)
+            try:
+                self._graphs[bucket] = graphs.capture(self.stream, lambda: self._launch(bucket), keep=(ops,))
+            except graphs.CaptureError as e:
+                self.log(f"no graph for {bucket.rows} rows, launching kernel by kernel: {e}")
+                self._graphs[bucket] = None
+        return self._graphs[bucket]
+
+    def upload(self, bucket: Bucket, pool: RowPool, last_rows: np.ndarray) -> None:
+        """Put the pool's metadata on the device, laid out for ``bucket``; last_rows: its distinct last rows."""
+        used = bucket.pack(pool, last_rows, self.host_metadata)
+        to_device(self.buffers.metadata, self.host_metadata[:used], self.stream)
+
+    def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+        """BF16 (uint16) [n, hidden] of each sequence's last token, and the rows that were computed."""
+        cuda.current_context()                # the calling thread may be new to CUDA
+        try:
+            return self._hidden(list(sequences))
+        except (DeviceError, RuntimeError) as e:
+            raise BackendError(f"the forward pass failed on the GPU: {e}") from e
+
+    def _hidden(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
+        pool = row_pool.build(sequences)
+        bucket = choose(pool, self.buckets)
+        if bucket is None:
+            return self._in_parts(sequences)
+        last_rows, where = np.unique(pool.last_rows, return_inverse=True)
+        self.upload(bucket, pool, last_rows)
+        graph = self.graph(bucket) if self.use_graphs else None
+        if graph is not None:
+            graph.launch(self.stream)
+        else:
+            self._launch(bucket)
+        out = self.host_hidden[:len(last_rows)]
+        to_host(out, self.ops(bucket).hidden, self.stream)
+        self.stream.synchronize()
+        return out[where], pool.n_rows
+
+    def _in_parts(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
+        """Two forwards where one would not hold everything, halved in sorted order so that prefixes stay together."""
+        if len(sequences) == 1:
+            raise BackendError(f"a sequence of {len(sequences[0])} tokens does not fit in {self.max_rows} rows")
+        order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
+        out, rows = np.empty((len(sequences), self.config.hidden_size), np.uint16), 0
+        for part in (order[:len(order) // 2], order[len(order) // 2:]):
+            out[part], n = self._hidden([sequences[i] for i in part])
+            rows += n
+        return out, rows
+
+    def close(self) -> None:
+        """Wait for the GPU and free its memory."""
+        self.stream.synchronize()
+        for graph in self._graphs.values():
+            if graph is not None:
+                graph.destroy()
+        self._graphs.clear()
+        self._ops.clear()
+        self.buffers.arena.close()
+        self.weights.arena.close()

@@ -1,0 +1,244 @@
+"""The operations on a GPU: one bound set of kernels, GEMM plans and buffers per row bucket.
+
+``CudaWeights`` holds the weights, ``Buffers`` the activations of the largest bucket; ``CudaOps`` puts the two together
+for one bucket. Every operation launches into one stream and returns a view of a fixed buffer, so that the whole forward
+pass can be captured into a graph; nothing is allocated and nothing waits. Activations live in these buffers:
+
+==============  ==========================================  ==========================================================
+``residual``    [rows, hidden]                              running sum of the layers
+``x``           [rows, hidden]                              its norm, the input of a GEMM
+``projected``   [rows + PADDING, widest in_proj]            output of ``in_proj``; attention may read past the last row
+``conv``        [rows, conv_dim]                            q | k | v of linear attention
+``g, beta``     [rows, value heads]                         float32 log decay, BF16 write strength
+``mixed``       [rows, widest mixer]                        output of a mixer
+``gate_up``     [rows, 2 * intermediate]
+``act``         [rows, intermediate]                        silu(gate) * up
+``delta``       [rows, hidden]                              what a GEMM adds to the residual
+==============  ==========================================  ==========================================================
+
+After the last mixer the pass goes on with the last rows alone, in buffers of their own (``last_*``).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jev.checkpoint import ModelConfig
+from jev.ops.buckets import MAX_SLOTS, Bucket
+from jev.weights import attention_columns, gdn_columns
+from jev_kernels import attention, bf16, embed, gdn, gdn_conv, reference, rms_norm, rope, silu
+from jev_kernels.device import Arena, Stream, Uploader, array_bytes, fill, pinned, to_device, to_host, view
+from jev_kernels.gemm import Gemm
+from jev_kernels.launch import address
+from jev_kernels.pool import LASTS, PADDING
+
+
+class Weight(NamedTuple):
+    """A weight on the device. key: as in ``jev.weights``."""
+    key: str
+    array: Any
+
+
+class CudaWeights:
+    """Every weight of the model in one allocation. held: key -> Weight. Raises OutOfMemory."""
+
+    def __init__(self, specs):
+        self.arena = Arena(sum(array_bytes(s.shape) for s in specs), "the weights")
+        self.held = {s.key: Weight(s.key, self.arena.take(s.shape)) for s in specs}
+
+    @classmethod
+    def from_tensors(cls, specs, tensors, progress: Callable[[int], None] | None = None) -> CudaWeights:
+        """Weights streamed from the checkpoint's mapped files through pinned memory. progress: bytes since its last call."""
+        self = cls(specs)
+        with Uploader() as uploader:
+            for spec in specs:
+                pieces = [p.reshape(-1, *spec.shape[1:]) if p.ndim != len(spec.shape) else p for p in spec.pieces(tensors)]
+                uploader.upload(self.held[spec.key].array, pieces, progress)
+        return self
+
+
+def buffer_shapes(c: ModelConfig, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], type]]:
+    """Shape and dtype of every activation of a bucket. ``name/kind`` are two shapes of the one buffer ``name``."""
+    u16, f32 = np.uint16, np.float32
+    heads = c.linear_num_value_heads
+    in_proj = {"full_attention": attention_columns(c)["v"].stop, "linear_attention": gdn_columns(c)["a"].stop}
+    mixed = {"full_attention": c.num_attention_heads * c.head_dim, "linear_attention": c.value_dim}
+    shapes = {"conv": ((bucket.rows, c.conv_dim), u16), "g": ((bucket.rows, heads), f32), "beta": ((bucket.rows, heads), u16)}
+    for kind in in_proj:
+        shapes[f"projected/{kind}"] = ((bucket.rows + PADDING, in_proj[kind]), u16)
+    for prefix, rows in (("", bucket.rows), ("last_", bucket.lasts)):
+        for name, width in (("residual", c.hidden_size), ("x", c.hidden_size), ("delta", c.hidden_size),
+                            ("gate_up", 2 * c.intermediate_size), ("act", c.intermediate_size),
+                            *((f"mixed/{kind}", width) for kind, width in mixed.items())):
+            shapes[prefix + name] = ((rows, width), u16)
+    return shapes
+
+
+class Buffers:
+    """Activations, scratch and metadata for the largest of ``buckets``, in one allocation that all of them share."""
+
+    def __init__(self, config: ModelConfig, buckets: list[Bucket], max_length: int):
+        sizes: dict[str, int] = {}
+        for bucket in buckets:
+            for name, (shape, dtype) in buffer_shapes(config, bucket).items():
+                base = name.split("/")[0]
+                sizes[base] = max(sizes.get(base, 0), array_bytes(shape, dtype))
+        chunks, heads = max(b.chunks for b in buckets), config.linear_num_value_heads
+        table = reference.rope_table(max_length, config.rotary_dim, config.rope_theta)
+        states = gdn.states_shape(MAX_SLOTS, heads)
+        scratch = gdn.scratch_bytes(chunks, MAX_SLOTS, config.linear_num_key_heads, heads, gdn.on_hopper())
+        entries = max(b.size for b in buckets)
+        self.arena = Arena(sum(sizes.values()) + array_bytes(table.shape) + array_bytes(states, np.float32)
+                           + array_bytes(scratch, np.uint8) + array_bytes(entries, np.int32),
+                           f"activations of {max(b.rows for b in buckets)} rows")
+        self.metadata = self.arena.take(entries, np.int32)
+        self.rope_table = self.arena.take(table.shape)
+        self.states = self.arena.take(states, np.float32)
+        self.scratch = self.arena.take(scratch, np.uint8)
+        self.at = {name: self.arena.take(size, np.uint8) for name, size in sizes.items()}
+        stream = Stream()
+        host = pinned(table.shape, np.uint16)
+        host[:] = table
+        to_device(self.rope_table, host, stream)
+        # Rows beyond the live ones are multiplied like any other: they must hold numbers, not what was in memory.
+        for name in sizes:
+            words = self.at[name].view(np.int32)
+            fill(words, 0, stream)
+        stream.synchronize()
+
+    def bind(self, config: ModelConfig, bucket: Bucket) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(activations, metadata) of a bucket: views of this memory."""
+        def part(array, shape, dtype, offset=0):
+            return view(address(array) + offset, shape, dtype, owner=self.arena)
+
+        activations = {name: part(self.at[name.split("/")[0]], shape, dtype)
+                       for name, (shape, dtype) in buffer_shapes(config, bucket).items()}
+        metadata = {name: part(self.metadata, s.shape, np.int32, 4 * s.at) for name, s in bucket.sections.items()}
+        return activations, metadata
+
+
+class CudaOps:
+    """``Ops`` for one bucket: launches into ``stream``, results in the bucket's buffers. ``pool`` arguments are not read:
+    what they describe is in the metadata on the device.
+
+    pdl: launch every kernel so that it may start while the one before it still runs.
+    """
+
+    def __init__(self, config: ModelConfig, gemm: Gemm, buffers: Buffers, bucket: Bucket, stream, pdl: bool = True):
+        self.config, self.gemm, self.buffers, self.bucket, self.stream, self.pdl = (
+            config, gemm, buffers, bucket, stream, pdl)
+        self.activations, self.metadata = buffers.bind(config, bucket)
+        counts = self.metadata["counts"]
+        # Past the last mixer rows are last rows: to row-wise kernels their count stands where that of rows did.
+        self.counts = {"": counts, "last_": counts[LASTS:]}
+        self.eps = config.rms_norm_eps
+        self.columns = {"full_attention": attention_columns(config), "linear_attention": gdn_columns(config)}
+        self._plans: dict[tuple, Any] = {}
+        self._slices: dict[tuple, Any] = {}
+
+    def load(self, specs, tensors, progress=None) -> dict[str, Weight]:
+        return CudaWeights.from_tensors(specs, tensors, progress).held
+
+    def values(self, x) -> np.ndarray:
+        """The live rows of an activation as a float64 copy on the host (for ``AuditOps``)."""
+        counts = pinned(self.counts[""].shape, np.int32)
+        to_host(counts, self.counts[""], self.stream)
+        host = np.empty(x.shape, x.dtype)
+        to_host(host, x, self.stream)
+        self.stream.synchronize()
+        live = host[:counts[LASTS if self._prefix(x) else 0]]
+        return (bf16.to_float32(live) if live.dtype == np.uint16 else live).astype(np.float64)
+
+    def _prefix(self, x) -> str:
+        """"last_" if x holds last rows, else ""."""
+        at = address(x)
+        return next((name[:5] for name, a in self.activations.items() if name.startswith("last_") and address(a) == at), "")
+
+    def _part(self, kind: str, name: str, rows: int):
+        """Columns ``name`` of the projection of a layer of this kind, its first ``rows`` rows."""
+        key = (kind, name, rows)
+        if key not in self._slices:
+            self._slices[key] = self.activations[f"projected/{kind}"][:rows, self.columns[kind][name]]
+        return self._slices[key]
+
+    def embed(self, table: Weight, pool):
+        x = self.activations["residual"]
+        embed.embed(self.stream, table.array, self.metadata["ids"], x, self.counts[""], pdl=self.pdl)
+        return x
+
+    def rms_norm(self, x, weight: Weight):
+        y = self.activations[self._prefix(x) + "x"]
+        rms_norm.rms_norm(self.stream, x, weight.array, y, self.counts[self._prefix(x)], self.eps, pdl=self.pdl)
+        return y
+
+    def add_rms_norm(self, residual, delta, weight: Weight):
+        prefix = self._prefix(residual)
+        y = self.activations[prefix + "x"]
+        rms_norm.add_rms_norm(self.stream, residual, delta, weight.array, y, self.counts[prefix], self.eps, pdl=self.pdl)
+        return residual, y
+
+    def linear(self, x, weight: Weight):
+        key = (weight.key, address(x))
+        if key not in self._plans:
+            prefix, name = self._prefix(x), weight.key.rsplit(".", 1)[1]
+            if name == "in_proj":
+                kind = self.config.layer_types[int(weight.key.split(".")[1])]
+                target = self.activations[f"projected/{kind}"]
+            else:
+                target = self.activations[prefix + {"gate_up": "gate_up", "out_proj": "delta", "down_proj": "delta"}[name]]
+            rows = self.bucket.lasts if prefix else self.bucket.rows
+            self._plans[key] = self.gemm.linear_plan(x, weight.array, target, rows), target
+        plan, target = self._plans[key]
+        plan(self.stream, pdl=self.pdl)
+        return target
+
+    def gdn_conv_gates(self, projected, conv: Weight, a_log: Weight, dt_bias: Weight, pool):
+        qkv, b, a = (self._part("linear_attention", name, self.bucket.rows) for name in ("qkv", "b", "a"))
+        y, g, beta = (self.activations[name] for name in ("conv", "g", "beta"))
+        gdn_conv.gdn_conv_gates(self.stream, qkv, conv.array, self.metadata["parents"], b, a, a_log.array, dt_bias.array,
+                                y, beta, g, self.counts[""], pdl=self.pdl)
+        return y, g, beta
+
+    def gated_delta_rule(self, qkv, g, beta, pool):
+        m, o = self.metadata, self.activations["mixed/linear_attention"]
+        gdn.gated_delta_rule(self.stream, qkv, g, beta, o, m["counts"], m["chunk_rows"], m["chunk_out_rows"],
+                             m["chunk_slots"], m["runs"], self.buffers.states, self.buffers.scratch, pdl=self.pdl)
+        return o
+
+    def gated_rms_norm(self, o, projected, weight: Weight):
+        z = self._part("linear_attention", "z", self.bucket.rows)
+        rms_norm.gated_rms_norm(self.stream, o, z, weight.array, o, self.counts[""], self.eps, pdl=self.pdl)
+        return o
+
+    def qk_rope(self, projected, q_norm: Weight, k_norm: Weight, pool):
+        c = self.config
+        rope.qk_rope(self.stream, projected, q_norm.array, k_norm.array, self.buffers.rope_table, self.metadata["positions"],
+                     self.counts[""], c.num_attention_heads, c.num_key_value_heads, self.eps, pdl=self.pdl)
+        return projected
+
+    def gated_attention(self, projected, pool):
+        out, m = self.activations["mixed/full_attention"], self.metadata
+        if "attention" not in self._plans:
+            q, gate, k, v = (self._part("full_attention", name, self.bucket.rows + PADDING) for name in ("q", "gate", "k", "v"))
+            self._plans["attention"] = attention.Plan(q, k, v, gate, out, m["counts"], m["tiles"], m["paths"])
+        self._plans["attention"](self.stream, pdl=self.pdl)
+        return out
+
+    def silu_mul(self, gate_up):
+        prefix = self._prefix(gate_up)
+        y = self.activations[prefix + "act"]
+        silu.silu_mul(self.stream, gate_up, y, self.counts[prefix], pdl=self.pdl)
+        return y
+
+    def gather_rows(self, x, pool):
+        name = next(n for n, a in self.activations.items() if a is x)
+        y = self.activations["last_" + name]
+        embed.gather_rows(self.stream, x, self.metadata["last_rows"], y, self.counts[""], pdl=self.pdl)
+        return y
+
+    @property
+    def hidden(self):
+        """Where a forward pass leaves the hidden states of the last rows: [lasts, hidden]."""
+        return self.activations["last_x"]

