@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -538,11 +540,11 @@ def test_the_command_needs_its_arguments(arguments, capsys):
     assert caught.value.code == 2
 
 
-def test_the_recipe_is_the_command():
+def test_the_recipe_is_the_command(tmp_path):
     path = Path(export.__file__).parents[1] / "recipe/open_jev/export_merged.py"
-    scope: dict = {"__name__": "recipe"}
-    exec(compile(path.read_text(), str(path), "exec"), scope)
-    assert scope["main"] is export.main
+    done = subprocess.run([sys.executable, path, "--base=a", "--checkpoint=b", "--out=c"], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "jev export: a: no such folder\n"
 
 
 def test_a_missing_package_is_named(monkeypatch):

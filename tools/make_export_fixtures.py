@@ -36,7 +36,7 @@ PROMPTS = ("Context:\nThe parcel left the depot on Tuesday.\n\nQuestion: Which q
            "Is the answer to this question yes? Answer Yes or No.",
            "Context:\n{\"open\": true, \"subject\": \"status\"}\n\nQuestion: How urgent is it?\n"
            "Proposed answer: very urgent\nIs this proposed answer correct? Answer Yes or No.",
-           "Context:\n" + "The server stopped answering at night. " * 20 + "\n\nQuestion: Was data lost?\n"
+           "Context:\n" + "The server stopped answering at night. " * 7 + "\n\nQuestion: Was data lost?\n"
            "Is the answer to this question yes? Answer Yes or No.")
 
 

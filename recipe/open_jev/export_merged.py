@@ -5,8 +5,11 @@ python recipe/open_jev/export_merged.py --base weights/Qwen3.8-27B \\
 """
 
 import sys
+from pathlib import Path
 
-from jev.export import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout works without being installed
+
+from jev.export import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())
