@@ -301,7 +301,7 @@ class Event:
 # ---------------------------------------------------------------- copies
 def pinned(shape, dtype=np.uint8) -> np.ndarray:
     """A page-locked host array: asynchronous copies to and from the device run at the bus's full speed."""
-    return cuda.pinned_array(shape, dtype=dtype, portable=True)
+    return cuda.pinned_array(shape, dtype=dtype)
 
 
 def to_device(dst, host: np.ndarray, stream) -> None:
