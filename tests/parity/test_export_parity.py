@@ -255,6 +255,22 @@ def test_the_product_does_not_depend_on_threads(shape):
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("outer, inner, rank", [(12288, 5120, 16), (5120, 6144, 64)])
+def test_one_layer_of_the_real_size(tmp_path, outer, inner, rank):
+    """PEFT's merge of one q_proj and one out_proj of 27B, against the same from files."""
+    torch.manual_seed(outer)
+    model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(inner, outer, bias=False, dtype=torch.bfloat16)})
+    model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=3 * rank // 2, target_modules=["q_proj"]))
+    layer = model.base_model.model["q_proj"]
+    layer.lora_B["default"].weight.data.normal_(0, 0.01)
+    save_file({"w": layer.base_layer.weight.data, "a": layer.lora_A["default"].weight.data,
+               "b": layer.lora_B["default"].weight.data}, tmp_path / "x.safetensors")
+    entries = checkpoint.read_header(tmp_path / "x.safetensors")
+    ours = export.merged_pieces("w", entries["w"], export.Adapter(1.5, {"w": (entries["a"], entries["b"])}))
+    merged = model.merge_and_unload(safe_merge=True)["q_proj"].weight.data.view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(np.concatenate([*ours]), merged.reshape(-1))
+
+
 def test_configurations_of_transformers_are_understood(tmp_path):
     for text in MODELS.values():
         config = Qwen3_5Config(text_config=text, vision_config=VISION)
