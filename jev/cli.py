@@ -132,7 +132,7 @@ def score(args: argparse.Namespace) -> int:
     engine = open_engine(replace(settings, queue=max(settings.queue, args.together)))
     stop = threading.Event()
     pool = ThreadPoolExecutor(args.together)
-    failed = 0
+    failed = done = 0
     try:
         with tqdm(desc="requests", unit="", file=sys.stderr, disable=None) as progress:
             for line, body, result in _in_order(pool, lambda body: _score_one(engine, body, stop), _requests(args.file),
@@ -145,14 +145,15 @@ def score(args: argparse.Namespace) -> int:
                     print(render(result, json.loads(body), unicode=_unicode(sys.stdout)), end="\n\n", flush=True)
                 else:
                     print(json.dumps(result, ensure_ascii=False), flush=True)
+                done += 1
                 progress.update()
     finally:
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
         engine.close()
     if failed:
-        say(f"{failed} of {progress.n} requests failed")
-    return 1 if failed or not progress.n else 0
+        say(f"{failed} of {done} requests failed")
+    return 1 if failed or not done else 0
 
 
 def _score_one(engine: Engine, body: bytes, stop: threading.Event) -> dict[str, Any]:
@@ -225,7 +226,10 @@ def demo(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="jev-demo-") as scratch:
         folder = Path(args.dir or scratch) / "checkpoint"
         _make_demo_checkpoint(folder)
-        return _show_demo(folder, Path(args.request) if args.request else _example_request())
+        status = _show_demo(folder, Path(args.request) if args.request else _example_request())
+    if args.dir:
+        say(f"To keep one running: {os.path.relpath(sys.executable)} -m jev serve --model {folder}")
+    return status
 
 
 def _make_demo_checkpoint(folder: Path) -> None:
@@ -248,6 +252,7 @@ def _example_request() -> Path:
 
 
 def _show_demo(folder: Path, request_file: Path) -> int:
+    import logging
     from http.client import HTTPConnection
 
     from jev.app import create_app
@@ -260,6 +265,8 @@ def _show_demo(folder: Path, request_file: Path) -> int:
     sock = bind(settings.host, settings.port)
     engine = open_engine(settings)
     server = Server(create_app(engine, settings), engine, settings, sock)
+    logging.getLogger("jev.server").setLevel(logging.CRITICAL)      # its farewells are for those who run a worker
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     thread = threading.Thread(target=server.run, name="jev-demo-server")
     thread.start()
     try:
@@ -274,11 +281,14 @@ def _show_demo(folder: Path, request_file: Path) -> int:
         if response.status != 200:
             raise CommandError(f"the worker answered {response.status}: {answer['error']}")
         print(render(answer, json.loads(body), seconds, _unicode(sys.stdout)), flush=True)
+    except BaseException:       # Ctrl-C above all: nobody wants to wait for the forward pass that is under way
+        server.stop()
+        raise
     finally:
         server.stop()
         thread.join()
-        engine.close()
-    say("\n4. stopped the worker. To keep one running: jev demo-checkpoint DIR && jev serve --model DIR")
+    engine.close()
+    say("\n4. stopped the worker")
     return 0
 
 

@@ -1,0 +1,242 @@
+"""The command line: help, score on files and pipes, demo, check, and how each of them fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jev.backbone
+from jev import cli
+from jev.terminal import bar, render
+from tests.fakes import ROOT, FakeBackbone, body, choice, demo_export, request
+
+GOOD = [body(request(state=f"State {i}", pick=choice(3))) for i in range(30)]
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    return demo_export(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture
+def fake(monkeypatch, export):
+    """A fake backbone behind every command, and the demo export as OPEN_JEV_MODEL."""
+    backbone = FakeBackbone()
+    monkeypatch.setattr(jev.backbone, "open_backbone", lambda *args, **kwargs: backbone)
+    monkeypatch.setenv("OPEN_JEV_MODEL", str(export.path))
+    return backbone
+
+
+def run(*args: str, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("OPEN_JEV_")}
+    return subprocess.run([sys.executable, "-m", "jev", *args], cwd=ROOT, input=stdin, capture_output=True, timeout=120,
+                          env={**clean, **env})
+
+
+def results(capsys) -> list[dict]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_teaches():
+    started = time.monotonic()
+    shown = run("--help")
+    assert shown.returncode == 0 and time.monotonic() - started < 5
+    for command in ("serve", "score", "demo", "demo-checkpoint", "check", "export", "frontend"):
+        assert command.encode() in shown.stdout
+    heavy = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "jev", "--help"], cwd=ROOT, capture_output=True, timeout=60)
+    for module in (b"numpy", b"numba", b"flask", b"tokenizers", b"waitress"):
+        assert b" " + module + b"\n" not in heavy.stderr
+
+
+def test_serve_help_lists_flags_and_variables(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert done.value.code == 0
+    for name in ("OPEN_JEV_MODEL", "OPEN_JEV_HOST", "OPEN_JEV_PORT", "OPEN_JEV_BACKEND", "OPEN_JEV_MAX_LENGTH",
+                 "OPEN_JEV_GRAPH", "CUA_S1_GRAPH", "OPEN_JEV_API_KEY", "OPEN_JEV_QUEUE", "--max-length", "--port"):
+        assert name in shown
+    assert "--api-key" not in shown
+
+
+@pytest.mark.parametrize("args, env, words", [
+    (["serve"], {}, "--model DIR"), (["serve", "--port", "x"], {}, "--port: expected"),
+    (["serve", "--model", "/nowhere"], {}, "/nowhere: no such export folder"),
+    (["serve", "--model", "/nowhere"], {"OPEN_JEV_PORT": "99999"}, "OPEN_JEV_PORT: expected"),
+    (["score", "/nowhere.jsonl"], {}, "--model DIR"), (["check", "/nowhere"], {}, "no such export folder"),
+    (["serve", "--model", "/nowhere", "--host", "203.0.113.1", "--port", "0"], {}, "Cannot assign")])
+def test_mistakes_get_a_sentence_and_status_1(args, env, words):
+    if args == ["serve"]:
+        env = {"OPEN_JEV_PORT": "0"}
+    shown = run(*args, **env)
+    assert shown.returncode == 1
+    assert words.encode() in shown.stderr and b"Traceback" not in shown.stderr and shown.stdout == b""
+
+
+def test_usage_errors_are_status_2():
+    assert run().returncode == 2 and run("nonsense").returncode == 2 and run("score").returncode == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# score
+
+
+def test_score_json_lines_in_order_with_errors_in_place(fake, capsys, tmp_path):
+    lines = list(GOOD)
+    lines[3:3] = [b"", b"{broken", body({"state": "x", "questions": {}})]
+    (tmp_path / "r.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert cli.main(["score", str(tmp_path / "r.jsonl")]) == 1
+    captured = capsys.readouterr()
+    found = [json.loads(line) for line in captured.out.splitlines()]
+    assert len(found) == 32
+    assert [r.get("line") for r in found if "error" in r] == [5, 6]
+    assert found[3]["detail"][0]["type"].startswith("json") and found[4]["detail"][0]["loc"] == ["body", "questions"]
+    assert "2 of 32 requests failed" in captured.err
+    good = [r for r in found if "error" not in r]
+    cli.main(["score", str(tmp_path / "r.jsonl"), "--together", "1"])
+    assert [r["answers"] for r in results(capsys) if "error" not in r] == [r["answers"] for r in good]
+    assert fake.closed
+
+
+def test_score_one_document_over_several_lines(fake, capsys, tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps(request(pick=choice(2)), indent=2))
+    assert cli.main(["score", str(tmp_path / "r.json")]) == 0
+    answer, = results(capsys)
+    assert list(answer["answers"]) == ["pick"]
+    (tmp_path / "r.json").write_text(json.dumps(request(), indent=2)[:-5])
+    assert cli.main(["score", str(tmp_path / "r.json")]) == 1
+    broken, = results(capsys)
+    assert broken["line"] == 1 and broken["detail"][0]["type"].startswith("json")
+
+
+def test_score_with_a_broken_first_line(fake, capsys, tmp_path):
+    (tmp_path / "r.jsonl").write_bytes(b'{"state": \n' + GOOD[0] + b"\n" + GOOD[1])
+    assert cli.main(["score", str(tmp_path / "r.jsonl")]) == 1
+    first, second, third = results(capsys)
+    assert first["line"] == 1 and second["answers"] and third["answers"]
+
+
+def test_score_carries_on_after_an_inference_failure(fake, capsys, tmp_path):
+    (tmp_path / "r.jsonl").write_bytes(b"\n".join(GOOD[:4]))
+    fake.fail = lambda sequences: RuntimeError("boom") if len(fake.forwards) == 2 else None
+    assert cli.main(["score", str(tmp_path / "r.jsonl"), "--together", "1"]) == 1
+    found = results(capsys)
+    assert found[0] == {"line": 1, "error": "model inference failed",
+                        "detail": {"error_type": "inference_error", "message": "model inference failed"}}
+    assert all(r["answers"] for r in found[1:]) and len(found) == 4
+
+
+def test_score_of_nothing_and_of_a_missing_file(fake, capsys, tmp_path):
+    (tmp_path / "empty").write_bytes(b"\n\n")
+    assert cli.main(["score", str(tmp_path / "empty")]) == 1
+    assert cli.main(["score", str(tmp_path / "missing")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_score_pretty(fake, capsys, tmp_path):
+    (tmp_path / "r.json").write_bytes(GOOD[0])
+    assert cli.main(["score", str(tmp_path / "r.json"), "--pretty"]) == 0
+    shown = capsys.readouterr().out
+    assert "option 1" in shown and "%" in shown and "chosen:" in shown and "not decisions" in shown
+
+
+def test_score_reads_a_pipe_with_the_real_backbone(export):
+    shown = run("score", "-", "--model", str(export.path), "--backend", "numpy", stdin=body(request(state="a")))
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["model"] == "open-jev-demo"
+    assert b"not decisions" in shown.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# demo, demo-checkpoint, check
+
+
+def test_demo(fake, capsys, tmp_path):
+    for _ in range(2):                                  # works again where it has been before
+        assert cli.main(["demo", "--dir", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    for text in ("next_step", "courier", "▸", "chosen:", "urgent", "upset", "score", "confidence", "ms over HTTP",
+                 "What should be done with this parcel?", "not decisions"):
+        assert text in captured.out
+    assert "stopped the worker" in captured.err and "lies in" in captured.err
+
+
+def test_demo_reports_a_refused_request(fake, capsys, tmp_path):
+    (tmp_path / "bad.json").write_text('{"state": 1}')
+    assert cli.main(["demo", "--dir", str(tmp_path), "--request", str(tmp_path / "bad.json")]) == 1
+    assert "answered 422" in capsys.readouterr().err
+
+
+def test_demo_stops_at_once_when_interrupted(tmp_path):
+    (tmp_path / "r.json").write_bytes(GOOD[0])
+    (tmp_path / "program.py").write_text(f"""
+import sys, time, jev.backbone, jev.cli
+from tests.fakes import FakeBackbone
+backbone = FakeBackbone()
+backbone.fail = lambda sequences: time.sleep(60) if len(backbone.forwards) > 1 else None
+jev.backbone.open_backbone = lambda *args, **kwargs: backbone
+sys.exit(jev.cli.main(['demo', '--dir', {str(tmp_path)!r}, '--request', {str(tmp_path / 'r.json')!r}]))
+""")
+    process = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "PYTHONPATH": str(ROOT)})
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if "posting" in line or "Traceback" in line:
+            break
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert process.wait(30) == 130
+    assert time.monotonic() - started < 5
+    rest = process.stderr.read()
+    process.stderr.close()
+    assert "interrupted" in rest and "Traceback" not in "".join(said) + rest
+
+
+def test_demo_checkpoint_and_check(capsys, tmp_path):
+    folder = tmp_path / "demo"
+    assert cli.main(["demo-checkpoint", str(folder)]) == 0
+    assert cli.main(["demo-checkpoint", str(folder)]) == 1
+    assert cli.main(["demo-checkpoint", str(folder), "--overwrite", "--seed", "1"]) == 0
+    capsys.readouterr()
+    assert cli.main(["check", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("a complete export", "open-jev-demo", "linear attention", "billion parameters", "jev-latest",
+                 "not decisions"):
+        assert text in shown
+    (folder / "model.safetensors").write_bytes(b"")
+    assert cli.main(["check", str(folder)]) == 1
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rendering
+
+
+def test_bars():
+    assert bar(0, 4) == "····" and bar(1, 4) == "████" and bar(0.5, 4) == "██··"
+    assert all(len(bar(p / 100)) == 24 for p in range(101))
+    assert bar(0.5, 4, unicode=False) == "##.."
+
+
+def test_render_survives_odd_names_and_plain_terminals():
+    answers = {"a\x1b[31m\n": {"type": "choice", "choice": "x" * 99, "confidence": 1.0,
+                               "probabilities": {"x" * 99: 0.75, "": 0.25}},
+               "s": {"type": "score", "score": 0.5, "confidence": 0.0, "probabilities": {"0": 0.5, "1": 0.5},
+                     "legend": {"0": {"deep": ["ü"]}, "1": "b"}}}
+    response = {"model": "m", "answers": answers, "usage": {"input_tokens": 3, "output_tokens": 0},
+                "metadata": {"candidate_sequences": 4, "inference_seconds": 0.001, "prefix_cache": {"rows": 2}}}
+    shown = render(response)
+    assert "\x1b" not in shown and max(map(len, shown.splitlines())) < 110
+    render(response, unicode=False).encode("ascii")
