@@ -4,8 +4,8 @@ The promise is that a row's result has the same bits whatever the number of rows
 when every algorithm that may run for a weight shape adds up in the same order. So for each shape there is a *reference
 order*, and an algorithm is *admitted* for (shape, rows) only when it gives the reference's bits on random data:
 
-  - Candidates are our own kernel (``hopper_gemm.py``) where it fits, and what cuBLASLt's heuristics propose without
-    split-K (REDUCTION_SCHEME_MASK = 0, and SPLITK_NUM is looked at as well).
+  - Candidates are our own kernels (``hopper_gemm.py``, ``hopper_gemm_wide.py``) where they fit, and what cuBLASLt's
+    heuristics propose without split-K (REDUCTION_SCHEME_MASK = 0, and SPLITK_NUM is looked at as well).
   - The reference order of a shape is that of the majority of the candidates at 128 rows. On H200 that is nearly all of
     them: one running sum over increasing k.
   - The reference result for more rows is the reference candidate run on blocks of 128 rows. Inputs have channels of
@@ -35,7 +35,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import device, hopper_gemm
+from jev_kernels import device, hopper_gemm, hopper_gemm_wide
 from jev_kernels.cublaslt import Algorithm, BlasPlan, CublasLt, layout
 from jev_kernels.device import DeviceError
 from jev_kernels.graph import capture
@@ -45,7 +45,9 @@ from jev_kernels.ptx import pack
 VERSION = 1                    # of the candidates, the admission and the timing: part of the cache's key
 REFERENCE_ROWS = 128           # rows at which the reference order is chosen, and of the blocks that apply it
 MAX_CANDIDATES = 16
-OWN = "own"
+OWN = "own"                    # our kernel for few rows; "own:2", "own:3": the one for more, by its warpgroups
+WIDE = {f"{OWN}:{groups}": groups for groups in hopper_gemm_wide.MAX_TOKENS}
+WIDE_ROWS = 4096               # above, nothing is left to even out
 
 
 class NoAlgorithm(DeviceError):
@@ -120,10 +122,10 @@ def majority(groups: Sequence[int]) -> int:
 
 def fastest(timed: Sequence[tuple[str, float]]) -> tuple[str, float]:
     """The choice among (algorithm, us): the first of those within half a percent of the best, so that noise that small
-    changes nothing. Our own kernel counts 3 % less: in a chain it starts before the previous kernel has ended."""
+    changes nothing. Our own kernels count 3 % less: in a chain they start before the previous kernel has ended."""
     if not timed:
         raise ValueError("nothing was timed")
-    handicap = [us * 0.97 if name == OWN else us for name, us in timed]
+    handicap = [us * 0.97 if name.startswith(OWN) else us for name, us in timed]
     best = min(handicap)
     return next(t for t, h in zip(timed, handicap) if h <= best * 1.005)
 
@@ -220,8 +222,10 @@ class Trial:
         return int(self.found.copy_to_host()[0])
 
     def time(self, plans: dict[str, Sequence[Callable]], rows: int, repeats: int = 3) -> dict[str, float]:
-        """us a launch for each name: the median of ``repeats`` replays of a graph that goes round the weights. Names take
-        turns, so that heat and clocks are shared evenly."""
+        """us a launch for each name: the median of ``repeats`` replays of a graph that goes round the weights.
+
+        Names take turns, so that heat and clocks are shared evenly.
+        """
         launches = len(self.weights) * max(1, (8 if rows <= 512 else 4 if rows <= 1024 else 2) // len(self.weights))
         graphs = {}
         for name, bound in plans.items():
@@ -256,6 +260,7 @@ class Gemm:
         self.blas = CublasLt()
         self.maps = hopper_gemm.TensorMaps()
         self.stream = device.Stream()
+        self._scratch: hopper_gemm_wide.Scratch | None = None
         self.cache = TuningCache(cache, f"{gpu.name} | driver {gpu.driver_version} | cuBLASLt {self.blas.version} | "
                                         f"gemm {VERSION}")
         self._trial: Trial | None = None
@@ -276,6 +281,11 @@ class Gemm:
         """A plan for a given algorithm; see ``linear_plan``, which also checks its bits."""
         if algorithm == OWN:
             return hopper_gemm.Plan(x, weight, y, rows, self.maps, self.gpu.multiprocessors)
+        if algorithm in WIDE:
+            if self._scratch is None:
+                self._scratch = hopper_gemm_wide.Scratch(self.stream)
+            return hopper_gemm_wide.Plan(WIDE[algorithm], x, weight, y, rows, self.maps, self._scratch,
+                                         self.gpu.multiprocessors)
         return BlasPlan(self.blas, Algorithm.parse(algorithm), x, weight, y, rows)
 
     def prepare(self, shapes: Iterable[tuple[int, int]], rows: Sequence[int]) -> None:
@@ -312,24 +322,29 @@ class Gemm:
 
     def _usable(self, key: tuple, algorithm: str) -> bool:
         try:
-            return self._own(key) if algorithm == OWN else self.blas.runs(key, Algorithm.parse(algorithm))
+            return self._own(key, algorithm) if algorithm.startswith(OWN) else self.blas.runs(
+                key, Algorithm.parse(algorithm))
         except ValueError:
             return False
 
-    def _own(self, key: tuple) -> bool:
-        m, n, k, *_ = key
-        return hopper_gemm.refusal(m, n, k, self.gpu.compute_capability, self.gpu.multiprocessors) is None
+    def _own(self, key: tuple, algorithm: str) -> bool:
+        (m, n, k, *_), gpu = key, (self.gpu.compute_capability, self.gpu.multiprocessors)
+        if algorithm in WIDE:
+            return hopper_gemm.MAX_ROWS < m <= WIDE_ROWS and hopper_gemm_wide.refusal(
+                m, n, k, WIDE[algorithm], *gpu) is None
+        return algorithm == OWN and hopper_gemm.refusal(m, n, k, *gpu) is None
 
     def candidates(self, key: tuple, alignment: int = 256) -> list[str]:
-        """Our kernel, then cuBLASLt's proposals without split-K for these rows, then those for other rows that run."""
+        """Our kernel for few rows, cuBLASLt's proposals without split-K for these rows, those for other rows that run,
+        our kernel for more rows."""
         m, n, k, *rest = key
-        found = dict.fromkeys([OWN] if self._own(key) else [])
+        found = dict.fromkeys([OWN] if self._own(key, OWN) else [])
         for rows in dict.fromkeys((m, 128, 256, 512, 1024, 2048)):
             for algorithm in self.blas.heuristics((rows, n, k, *rest), alignment):
                 if algorithm.split_k <= 1 and len(found) < MAX_CANDIDATES and str(algorithm) not in found and (
                         rows == m or self.blas.runs(key, algorithm)):
                     found[str(algorithm)] = None
-        return list(found)
+        return list(found) + [name for name in WIDE if self._own(key, name)]
 
     def trial(self, n: int, k: int, rows: int) -> Trial:
         """Random data for a shape and at least ``rows`` rows; one at a time is kept."""

@@ -15,7 +15,7 @@ from numba.cuda.core import config
 if config.ENABLE_CUDASIM:
     pytest.skip("tensor maps and wgmma are not simulated", allow_module_level=True)
 
-from jev_kernels import device, gemm, hopper_gemm                      # noqa: E402
+from jev_kernels import device, gemm, hopper_gemm, hopper_gemm_wide    # noqa: E402
 from jev_kernels.cublaslt import Algorithm, layout                      # noqa: E402
 
 SHAPES = [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408),              # 27B
@@ -62,6 +62,45 @@ def test_other_gpus_are_refused():
     assert "9.0" in hopper_gemm.refusal(64, 5120, 5120, (10, 0))
 
 
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("m", [129, 200, 256, 257, 320, 512, 700, 1024, 4096])
+def test_wide_configuration(m, groups):
+    for n, k in SHAPES:
+        assert hopper_gemm_wide.refusal(m, n, k, groups) is None
+        c = hopper_gemm_wide.choose(m, groups)
+        assert c.smem <= hopper_gemm.SMEM_LIMIT and c.stages >= 4 and c.tokens % 16 == 0
+        assert c.tokens <= hopper_gemm_wide.MAX_TOKENS[groups] and c.weights <= 256
+        assert -(-m // c.tokens) == -(-m // hopper_gemm_wide.MAX_TOKENS[groups])
+        assert c.grid(m, n) <= 132 and c.grid(m, n) % 2 == 0
+    assert "multiple of 8" in hopper_gemm_wide.refusal(m, 5120, 96, groups)
+    assert "9.0" in hopper_gemm_wide.refusal(m, 5120, 64, groups, (8, 0))
+
+
+@pytest.mark.parametrize("tiles,steps,clusters", [(136, 80, 66), (91, 80, 66), (65, 80, 65), (66, 272, 66),
+                                                  (67, 272, 66), (1, 1, 1), (131, 3, 66), (700, 1, 66)])
+def test_wide_ranges_do_every_step_once_and_never_wait(tiles, steps, clusters):
+    done, when, waits = set(), {}, []
+    for cluster in range(clusters):
+        clock = 0
+        parts = hopper_gemm_wide.segments(tiles, steps, cluster, clusters)
+        for i, (tile, first, end) in enumerate(parts):
+            assert 0 <= first < end <= steps
+            if first:                                                     # goes on from sums of the cluster before
+                assert i == len(parts) - 1
+                waits.append((tile, first, cluster, clock))
+            clock += end - first
+            if end < steps:                                               # leaves sums to the cluster after
+                assert i == 0
+                when[tile, end] = cluster, clock
+            for k in range(first, end):
+                assert (tile, k) not in done
+                done.add((tile, k))
+    assert len(done) == tiles * steps and len(waits) == len(when)
+    for tile, first, cluster, clock in waits:
+        before, ready = when[tile, first]
+        assert before == cluster - 1 and ready <= clock
+
+
 def test_tensor_map_dimensions():
     assert hopper_gemm.map_dimensions(107, 5120, 5120, 56) == ((5120, 107), (10240,), (64, 56))
     assert hopper_gemm.map_dimensions(107, 5120, 16480, 256)[1] == (32960,)                   # a slice of wider rows
@@ -71,7 +110,7 @@ def test_tensor_map_dimensions():
 
 
 # ---------------------------------------------------------------- budgets
-BUDGETS = {name: entry for module in (gemm, hopper_gemm) for name, entry in module.kernels().items()}
+BUDGETS = {name: entry for module in (gemm, hopper_gemm, hopper_gemm_wide) for name, entry in module.kernels().items()}
 
 
 @pytest.mark.parametrize("name", BUDGETS)

@@ -15,7 +15,7 @@ import sys
 import time
 
 from jev_kernels import device
-from jev_kernels.gemm import OWN, Gemm
+from jev_kernels.gemm import OWN, WIDE, Gemm
 
 # N x K and how many of them a forward pass runs
 MODELS = {
@@ -48,13 +48,13 @@ def row(gemm: Gemm, n: int, k: int, m: int, copy_rate: float, tflops: float) -> 
     admitted = [c.algorithm for c in found if c.differing == 0]
     first = next((str(a) for a in gemm.blas.heuristics(key, 256)), None)
     times = gemm.measure(key, list(dict.fromkeys(admitted + ([first] if first else []))))
-    blas = {name: us for name, us in times.items() if name != OWN and name in admitted}
+    blas = {name: us for name, us in times.items() if not name.startswith(OWN) and name in admitted}
     best = min(blas, key=blas.get, default=None)
     floor = max(2 * (n * k + m * k + m * n) / copy_rate, 2 * n * k * m / (tflops * 1e12)) * 1e6
     used = min((times[name] for name in admitted), default=float("nan"))
-    return {"n": n, "k": k, "rows": m, "own": times.get(OWN), "cublaslt": blas.get(best), "algorithm": best,
-            "first": times.get(first), "floor": floor, "share": floor / used, "candidates": len(found),
-            "refused": [c.algorithm for c in found if c.differing], "best": used}
+    return {"n": n, "k": k, "rows": m, **{name: times.get(name) for name in (OWN, *WIDE)}, "cublaslt": blas.get(best),
+            "algorithm": best, "first": times.get(first), "floor": floor, "share": floor / used,
+            "candidates": len(found), "refused": [c.algorithm for c in found if c.differing], "best": used}
 
 
 def main(arguments=None) -> None:
@@ -67,9 +67,10 @@ def main(arguments=None) -> None:
     gpu = device.find_device()
     gemm = Gemm(gpu)
     copy_rate = bandwidth(gemm.stream)
-    print(f"{gpu}; cuBLASLt {gemm.blas.version}; copy {copy_rate / 1e12:.2f} TB/s; matrix rate taken {options.tflops:.0f}"
-          " TFLOP/s", flush=True)
-    print(f"{'N x K':>14} {'rows':>5} {'own':>8} {'cublasLt':>8} {'first':>8} {'floor':>8} {'share':>6}  bits", flush=True)
+    print(f"{gpu}; cuBLASLt {gemm.blas.version}; copy {copy_rate / 1e12:.2f} TB/s; matrix rate taken "
+          f"{options.tflops:.0f} TFLOP/s", flush=True)
+    print(f"{'N x K':>14} {'rows':>5} {'own':>8} {'own:2':>8} {'own:3':>8} {'cublasLt':>8} {'first':>8} {'floor':>8} "
+          f"{'share':>6}  bits", flush=True)
     rows, results = [int(m) for m in options.rows.split(",")], []
     started = time.perf_counter()
     for n, k, _ in MODELS[options.model].values():
@@ -77,9 +78,10 @@ def main(arguments=None) -> None:
         for m in rows:
             r = row(gemm, n, k, m, copy_rate, options.tflops)
             results.append(r)
-            own, blas, first = (f"{r[w]:8.1f}" if r[w] else "       -" for w in ("own", "cublaslt", "first"))
-            print(f"{n:>6} x {k:<5} {m:>5} {own} {blas} {first} {r['floor']:8.1f} {r['share']:6.2f}  "
-                  f"{r['candidates'] - len(r['refused'])} of {r['candidates']} admitted", flush=True)
+            cells = " ".join(f"{r[w]:8.1f}" if r[w] else "       -" for w in (OWN, *WIDE, "cublaslt", "first"))
+            print(f"{n:>6} x {k:<5} {m:>5} {cells} {r['floor']:8.1f} {r['share']:6.2f}  "
+                  f"{r['candidates'] - len(r['refused'])} of {r['candidates']}"
+                  f"{''.join(' REFUSED ' + a for a in r['refused'] if a.startswith(OWN))}", flush=True)
     gemm.release()
     print("a forward pass, ms of GEMM")
     for m in rows:
@@ -91,7 +93,8 @@ def main(arguments=None) -> None:
     print(f"{time.perf_counter() - started:.1f} s")
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"gpu": str(gpu), "cublaslt": gemm.blas.version, "copy": copy_rate, "rows": results}, file, indent=1)
+            json.dump({"gpu": str(gpu), "cublaslt": gemm.blas.version, "copy": copy_rate, "rows": results}, file,
+                      indent=1)
 
 
 if __name__ == "__main__":
