@@ -147,11 +147,19 @@ class Kernel:
         return self.threads[0] * self.threads[1] * self.threads[2]
 
     def compile_ptx(self, cc=(9, 0, "a")) -> str:
-        """PTX for a compute capability; needs no GPU."""
+        """PTX for a compute capability, to read; needs no GPU. ``compile_ltoir`` is what runs."""
+        return self._compile(cc, "ptx")
+
+    def compile_ltoir(self, cc=(9, 0, "a")) -> bytes:
+        """What nvJitLink makes the machine code of, for a compute capability; needs no GPU."""
+        return self._compile(cc, "ltoir")
+
+    def _compile(self, cc, output):
         from numba.cuda import dispatcher
         asked, dispatcher.get_current_device = dispatcher.get_current_device, lambda: SimpleNamespace(compute_capability=cc[:2])
         try:                                             # device functions are compiled for the current device: there is none
-            return cuda.compile_ptx(self.function, self.signature, cc=cc, launch_bounds=(self.block_size, self.resident))[0]
+            return cuda.compile(self.function, self.signature, device=False, abi="numba", cc=cc, output=output,
+                                launch_bounds=(self.block_size, self.resident))[0]
         finally:
             dispatcher.get_current_device = asked
 

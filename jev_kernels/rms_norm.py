@@ -296,9 +296,9 @@ def gated_rms_norm(stream, o, z, weight, y, counts, eps: float, pdl: bool = Fals
 def kernels() -> dict:
     """The kernels of the 27B's shapes with their budgets: {name: (Kernel, compute capabilities, registers, spill bytes)}."""
     everywhere = ((8, 0), (9, 0, "a"))
-    return {"rms_norm": (norm_kernel(*layout(5120), True, False), everywhere, 48, 0),
-            "rms_norm_scalar": (norm_kernel(*layout(5120), False, False), everywhere, 64, 0),
-            "add_rms_norm": (norm_kernel(*layout(5120), True, True), everywhere, 48, 0),
-            "add_rms_norm_wide": (norm_kernel(*layout(MAX_WIDTH), True, True), everywhere, 64, 0),
+    return {"rms_norm": (norm_kernel(*layout(5120), True, False), everywhere, 64, 0),
+            "rms_norm_scalar": (norm_kernel(*layout(5120), False, False), everywhere, 72, 0),
+            "add_rms_norm": (norm_kernel(*layout(5120), True, True), everywhere, 64, 0),
+            "add_rms_norm_wide": (norm_kernel(*layout(MAX_WIDTH), True, True), everywhere, 64, 512),
             "gated_rms_norm": (gated_kernel(True), everywhere, 48, 0),
             "gated_rms_norm_scalar": (gated_kernel(False), everywhere, 64, 0)}

@@ -1,0 +1,75 @@
+"""Every kernel compiled for its architectures and assembled, without a GPU: registers and spills stay within budgets.
+
+A module of ``jev_kernels`` registers its kernels with a function ``kernels()``: {name: (Kernel, compute capabilities,
+most registers, most bytes of spill stores)}. They go through link-time optimization, as on the machine that serves: from
+plain PTX nvJitLink makes relocatable code, with other registers and without setmaxnreg.
+"""
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+
+import pytest
+from numba.cuda.core import config
+
+import jev_kernels
+
+if config.ENABLE_CUDASIM:
+    pytest.skip("compiles for real: not under NUMBA_ENABLE_CUDASIM", allow_module_level=True)
+nvjitlink = pytest.importorskip("cuda.bindings.nvjitlink")
+
+MODULES = sorted(m.name for m in pkgutil.iter_modules(jev_kernels.__path__) if m.name != "ptx_sim")
+
+
+def registered() -> list:
+    """One case for each kernel and architecture; a kernel that two modules name counts once."""
+    cases, seen = [], set()
+    for module in MODULES:
+        kernels = getattr(importlib.import_module(f"jev_kernels.{module}"), "kernels", None)
+        if kernels is None or inspect.signature(kernels).parameters:
+            continue
+        for name, (kernel, capabilities, registers, spill) in kernels().items():
+            for cc in capabilities:
+                if (id(kernel), cc) not in seen:
+                    seen.add((id(kernel), cc))
+                    cases.append(pytest.param(kernel, cc, registers, spill, id=f"{name}-sm_{''.join(map(str, cc))}"))
+    return cases
+
+
+def assemble(kernel, cc: tuple) -> str:
+    """What the assembler says about a kernel. Raises ValueError with its message if it refuses."""
+    handle = nvjitlink.create(3, [f"-arch=sm_{''.join(map(str, cc))}", "-lto", "-verbose"])
+    try:
+        code = kernel.compile_ltoir(cc)
+        try:
+            nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, code, len(code), kernel.name)
+            nvjitlink.complete(handle)
+        except nvjitlink.nvJitLinkError as error:
+            log = bytearray(nvjitlink.get_error_log_size(handle))
+            nvjitlink.get_error_log(handle, log)
+            raise ValueError(log.decode().rstrip("\0")) from error
+        log = bytearray(nvjitlink.get_info_log_size(handle))
+        nvjitlink.get_info_log(handle, log)
+        return log.decode().rstrip("\0")
+    finally:
+        nvjitlink.destroy(handle)
+
+
+def resources(log: str) -> tuple[int, int]:
+    """(registers, bytes of spill stores) from the assembler's log: the most of any function."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", log)]
+    assert registers and spills, f"the assembler reports no resources:\n{log}"
+    return max(registers), max(spills)
+
+
+@pytest.mark.parametrize("kernel, cc, registers, spill", registered())
+def test_budget(kernel, cc, registers, spill):
+    log = assemble(kernel, cc)
+    used, spilled = resources(log)
+    print(f"{used} registers of {registers}, {spilled} bytes of spill of {spill}")
+    assert used <= registers and spilled <= spill
+    # setmaxnreg ignored (C7508), wgmma serialised (C7510 to C7515): slow code that nothing else would show
+    assert not re.search(r"C75\d\d", log), log
