@@ -86,16 +86,19 @@ class CudaBackbone:
 
     def _prepare(self) -> None:
         """Compile and run everything once, then capture the buckets that ordinary requests need."""
-        first = self.buckets[0]
+        started = time.perf_counter()
         pool = row_pool.build([np.zeros(1, np.int32)])
-        for bucket in (first, next(b for b in self.buckets if b.rows >= min(1024, self.max_rows))):
+        ready = [b for b in self.buckets if not b.wide and b.rows <= READY_ROWS]
+        for bucket in {self.buckets[0], ready[-1]}:              # few rows and many take different kernels
             self.upload(bucket, pool, pool.last_rows)
             self._launch(bucket)
         self.stream.synchronize()
+        warm = time.perf_counter()
         if self.use_graphs:
-            for bucket in self.buckets:
-                if not bucket.wide and bucket.rows <= READY_ROWS:
-                    self.graph(bucket)
+            for bucket in ready:
+                self.graph(bucket)
+        self.log(f"kernels compiled in {warm - started:.1f} s, graphs of {len(self._graphs)} row buckets captured in "
+                 f"{time.perf_counter() - warm:.1f} s")
 
     def ops(self, bucket: Bucket) -> CudaOps:
         """The operations bound to a bucket's buffers."""

@@ -4,13 +4,14 @@ Projections that read the same input are stacked into one matrix, so a layer has
 of W, that is columns of the output:
 
 ==================  ===============================================================================================
-``in_proj``, linear attention   q | k | v (the convolution's input) | z | b | a
+``in_proj``, linear attention   q | k | v (the convolution's input) | z | b | a | zeros
 ``in_proj``, full attention     q of all heads | gate of all heads | k | v
 ``gate_up``                     gate | up
 ==================  ===============================================================================================
 
 ``q_proj`` interleaves 256 query and 256 gate rows per head; taking its rows apart here, once, makes "splitting off the
-gate" a matter of column ranges, and attention reads q, gate, k and v where the GEMM wrote them.
+gate" a matter of column ranges, and attention reads q, gate, k and v where the GEMM wrote them. Rows of zeros fill the
+linear layers' matrix up to a multiple of 8, so that output rows start at multiples of 16 bytes (27B and 9B need none).
 """
 from __future__ import annotations
 
@@ -68,6 +69,13 @@ def gdn_columns(config: ModelConfig) -> dict[str, slice]:
     return _ranges(qkv=config.conv_dim, z=config.value_dim, b=heads, a=heads)
 
 
+def in_proj_width(config: ModelConfig, kind: str) -> int:
+    """Columns of the projection of a layer of this kind."""
+    if kind == "full_attention":
+        return attention_columns(config)["v"].stop
+    return -(-gdn_columns(config)["a"].stop // 8) * 8
+
+
 def _ranges(**widths: int) -> dict[str, slice]:
     ranges, at = {}, 0
     for name, width in widths.items():
@@ -117,8 +125,9 @@ def _attention_specs(config: ModelConfig, at: str, stack, vector) -> list[Spec]:
 def _gdn_specs(config: ModelConfig, at: str, stack, vector) -> list[Spec]:
     h, heads = config.hidden_size, config.linear_num_value_heads
     a = at + "linear_attn."
-    return [stack(at + "in_proj", h, (a + "in_proj_qkv.weight", config.conv_dim), (a + "in_proj_z.weight", config.value_dim),
-                  (a + "in_proj_b.weight", heads), (a + "in_proj_a.weight", heads)),
+    width = in_proj_width(config, "linear_attention")
+    fill = np.zeros((width - gdn_columns(config)["a"].stop, h), np.uint16)
+    return [Spec(at + "in_proj", (width, h), lambda t: [t[f"{a}in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")] + [fill]),
             Spec(at + "conv", (config.conv_dim, config.conv_kernel),
                  lambda t: [t[a + "conv1d.weight"].reshape(config.conv_dim, config.conv_kernel)]),
             vector(at + "a_log", a + "A_log", heads), vector(at + "dt_bias", a + "dt_bias", heads),

@@ -61,8 +61,9 @@ def test_hidden_states_are_bf16_values_and_the_final_norm_is_applied():
 def test_stacked_weights_hold_every_tensor_of_the_checkpoint_once():
     c = models.config("mixed")
     tensors = models.tensors(c)
-    total = sum(sum(p.size for p in spec.pieces(tensors)) for spec in weights.specs(c))
-    assert total == sum(x.size for x in tensors.values())
+    pieces = [p for spec in weights.specs(c) for p in spec.pieces(tensors)]
+    held = sum(p.size for p in pieces if any(np.shares_memory(p, t) for t in tensors.values()))
+    assert held == sum(x.size for x in tensors.values())
     for spec in weights.specs(c):
         assert sum(p.size for p in spec.pieces(tensors)) == np.prod(spec.shape), spec.key
 
@@ -71,7 +72,7 @@ def test_loading_reports_its_progress_in_bytes():
     c = models.config("plain")
     tensors, seen = models.tensors(c), []
     weights.load(tensors, c, NumpyOps(c), seen.append)
-    assert sum(seen) == sum(x.nbytes for x in tensors.values())
+    assert sum(seen) == sum(2 * np.prod(spec.shape) for spec in weights.specs(c)) >= sum(x.nbytes for x in tensors.values())
 
 
 def test_unknown_precision_is_refused():

@@ -27,9 +27,9 @@ import numpy as np
 
 from jev.checkpoint import ModelConfig
 from jev.ops.buckets import MAX_SLOTS, Bucket
-from jev.weights import attention_columns, gdn_columns
+from jev.weights import attention_columns, gdn_columns, in_proj_width
 from jev_kernels import attention, bf16, embed, gdn, gdn_conv, reference, rms_norm, rope, silu
-from jev_kernels.device import Arena, Stream, Uploader, array_bytes, fill, padded, pinned, to_device, to_host, view
+from jev_kernels.device import Arena, Stream, Uploader, array_bytes, fill, pinned, to_device, to_host, view
 from jev_kernels.gemm import Gemm
 from jev_kernels.launch import address
 from jev_kernels.pool import LASTS, PADDING
@@ -59,21 +59,14 @@ class CudaWeights:
         return self
 
 
-def row_pitch(name: str, width: int, dtype) -> int:
-    """Bytes from row to row of an activation. Whole 16-byte units, which TMA and cuBLASLt ask for, where heads make N odd."""
-    nbytes = width * np.dtype(dtype).itemsize
-    return -(-nbytes // 16) * 16 if name.startswith("projected") else nbytes
-
-
 def buffer_shapes(c: ModelConfig, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], type]]:
     """Shape and dtype of every activation of a bucket. ``name/kind`` are two shapes of the one buffer ``name``."""
     u16, f32 = np.uint16, np.float32
     heads = c.linear_num_value_heads
-    in_proj = {"full_attention": attention_columns(c)["v"].stop, "linear_attention": gdn_columns(c)["a"].stop}
     mixed = {"full_attention": c.num_attention_heads * c.head_dim, "linear_attention": c.value_dim}
     shapes = {"conv": ((bucket.rows, c.conv_dim), u16), "g": ((bucket.rows, heads), f32), "beta": ((bucket.rows, heads), u16)}
-    for kind in in_proj:
-        shapes[f"projected/{kind}"] = ((bucket.rows + PADDING, in_proj[kind]), u16)
+    for kind in mixed:
+        shapes[f"projected/{kind}"] = ((bucket.rows + PADDING, in_proj_width(c, kind)), u16)
     for prefix, rows in (("", bucket.rows), ("last_", bucket.lasts)):
         for name, width in (("residual", c.hidden_size), ("x", c.hidden_size), ("delta", c.hidden_size),
                             ("gate_up", 2 * c.intermediate_size), ("act", c.intermediate_size),
@@ -90,7 +83,7 @@ class Buffers:
         for bucket in buckets:
             for name, (shape, dtype) in buffer_shapes(config, bucket).items():
                 base = name.split("/")[0]
-                sizes[base] = max(sizes.get(base, 0), padded(shape[0] * row_pitch(name, shape[1], dtype)))
+                sizes[base] = max(sizes.get(base, 0), array_bytes(shape, dtype))
         chunks, heads = max(b.chunks for b in buckets), config.linear_num_value_heads
         table = reference.rope_table(max_length, config.rotary_dim, config.rope_theta)
         states = gdn.states_shape(MAX_SLOTS, heads)
@@ -116,12 +109,8 @@ class Buffers:
 
     def bind(self, config: ModelConfig, bucket: Bucket) -> tuple[dict[str, Any], dict[str, Any]]:
         """(activations, metadata) of a bucket: views of this memory."""
-        def activation(name, shape, dtype):
-            size, pitch = np.dtype(dtype).itemsize, row_pitch(name, shape[1], dtype)
-            strides = None if pitch == shape[1] * size else (pitch, size)
-            return view(address(self.at[name.split("/")[0]]), shape, dtype, strides, owner=self.arena)
-
-        activations = {name: activation(name, *how) for name, how in buffer_shapes(config, bucket).items()}
+        activations = {name: view(address(self.at[name.split("/")[0]]), shape, dtype, owner=self.arena)
+                       for name, (shape, dtype) in buffer_shapes(config, bucket).items()}
         metadata = {name: view(address(self.metadata) + 4 * s.at, s.shape, np.int32, owner=self.arena)
                     for name, s in bucket.sections.items()}
         return activations, metadata
@@ -153,10 +142,10 @@ class CudaOps:
         """The live rows of an activation as a float64 copy on the host (for ``AuditOps``)."""
         counts = pinned(self.counts[""].shape, np.int32)
         to_host(counts, self.counts[""], self.stream)
-        whole = np.empty((x.shape[0], x.strides[0] // x.dtype.itemsize), x.dtype)
-        to_host(whole, address(x), self.stream)
+        host = np.empty(x.shape, x.dtype)
+        to_host(host, x, self.stream)
         self.stream.synchronize()
-        live = whole[:, :x.shape[1]][:counts[LASTS if self._prefix(x) else 0]]
+        live = host[:counts[LASTS if self._prefix(x) else 0]]
         return (bf16.to_float32(live) if live.dtype == np.uint16 else live).astype(np.float64)
 
     def _prefix(self, x) -> str:
