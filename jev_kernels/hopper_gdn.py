@@ -9,7 +9,8 @@ from functools import lru_cache
 
 from jev_kernels import hopper_gdn_prepare as prepare
 from jev_kernels import hopper_gdn_scan as scan
-from jev_kernels.launch import Kernel, address
+from jev_kernels.hopper_gdn_scan import state_matrices  # noqa: F401  part of this module's surface
+from jev_kernels.launch import Kernel, View
 
 FLAGS_ALIGN = 128
 
@@ -32,19 +33,17 @@ def scratch_bytes(chunks: int, slots: int, value_heads: int) -> int:
     return record_bytes(chunks, value_heads) + slots * value_heads * scan.SLABS * 4
 
 
-def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows, chunk_slots, runs, states, scratch,
-                     multiprocessors: int, pdl: bool = False) -> None:
-    """Launch both kernels. Arguments as in ``jev_kernels.gdn.gated_delta_rule``."""
-    hv = g.shape[1]
-    hk = (qkv.shape[1] // prepare.D - hv) // 2
-    first, second = kernels(hk, hv)
+def launch(stream, key_heads: int, qkv: View, g: View, beta: View, o: View, counts: View, chunk_rows: View,
+           chunk_out_rows: View, chunk_slots: View, runs: View, states: View, scratch: int, multiprocessors: int,
+           pdl: bool) -> None:
+    """Launch both kernels. Arguments as in ``jev_kernels.gdn.gated_delta_rule``, checked there; scratch: its address."""
+    heads = g.shape[1]
     chunks = chunk_rows.shape[0]
-    record = address(scratch)
-    flags = record + record_bytes(chunks, hv)
-    stride = qkv.strides[0] // 2
-    items = chunks * (hv // prepare.heads_at_once(hk, hv))
-    first(stream, min(items, multiprocessors * prepare.RESIDENT), address(qkv), address(g), address(beta), address(counts),
-          address(chunk_rows), address(chunk_slots), record, flags, stride, g.strides[0] // 4, beta.strides[0] // 2, pdl=pdl)
-    second(stream, min(runs.shape[0] * hv * scan.SLABS, multiprocessors), address(qkv), address(o), address(counts),
-           address(chunk_rows), address(chunk_out_rows), address(chunk_slots), address(runs), record, address(states), flags,
-           stride, o.strides[0] // 2, pdl=pdl)
+    first, second = kernels(key_heads, heads)
+    flags = scratch + record_bytes(chunks, heads)
+    items = chunks * (heads // prepare.heads_at_once(key_heads, heads))
+    first(stream, min(items, multiprocessors * prepare.RESIDENT), qkv.address, g.address, beta.address, counts.address,
+          chunk_rows.address, chunk_slots.address, scratch, flags, qkv.strides[0], g.strides[0], beta.strides[0], pdl=pdl)
+    second(stream, min(runs.shape[0] * heads * scan.SLABS, multiprocessors), qkv.address, o.address, counts.address,
+           chunk_rows.address, chunk_out_rows.address, chunk_slots.address, runs.address, scratch, states.address, flags,
+           qkv.strides[0], o.strides[0], pdl=pdl)

@@ -27,7 +27,7 @@ from numba.cuda import types
 
 from jev_kernels import pool
 from jev_kernels.ptx import (
-    cp16, cp_wait_all, ex2, f32, high, high16, i32, ldg, ldg_bf16, ldg_i32, lds, lds2, lds4, ldsm, ldsm_t, low, low16,
+    cp16, cp_wait_all, ex2, f32, high, high16, i32, ldg, ldg_bf16, ldg_i32, lds, lds_i32, lds2, lds4, ldsm, ldsm_t, low, low16,
     mma, mma16, pack16, pdl_launch, pdl_wait, ptx, rsqrt, smem_addr, stg, stg_u32, stg_u32x4, sts, sts2,
     sts_lo16, sts_u32, transpose8, u32, u64, void)
 
@@ -126,15 +126,16 @@ def make_prepare(HK: int, HV: int):
     HEAD = INV + 2560
     RK = HEADS + R * HEAD
     RQ = RK + 256
-    SMEM = RQ + 256
+    LIST = RQ + 256                          # rows of the chunk after this one
+    SMEM = LIST + 256
 
     @cuda.jit(device=True, inline="always")
-    def fetch_rows(sm, qkv, stride, row_list, hk, tid):
+    def fetch_rows(sm, qkv, stride, hk, tid):
         """q and k of a key head: 16-byte pieces, two 64-column halves of 128-byte rows, pieces xor-ed with the row."""
         c = i32(tid & 15)
         for it in range(4):
             r = (tid >> 4) + it * 16
-            src = ldg_i32(row_list + u64(r * 4))
+            src = lds_i32(sm + LIST + r * 4)
             size = i32(16) if src >= 0 else i32(0)
             at = qkv + (u64(max(src, i32(0))) * u64(stride) + u64(hk * D + c * 8)) * u64(2)
             dst = sm + (c >> 3) * 8192 + r * 128 + (((c & 7) ^ (r & 7)) << 4)
@@ -142,10 +143,10 @@ def make_prepare(HK: int, HV: int):
             cp16(dst + QS, at, size)
 
     @cuda.jit(device=True, inline="always")
-    def fetch_gates(g, beta, g_stride, beta_stride, row_list, hv, lane):
+    def fetch_gates(sm, g, beta, g_stride, beta_stride, hv, lane):
         """g (as a log2) and beta of this lane's two tokens; an absent token has neither."""
-        r0 = ldg_i32(row_list + u64(lane * 8))
-        r1 = ldg_i32(row_list + u64(lane * 8 + 4))
+        r0 = lds_i32(sm + LIST + lane * 8)
+        r1 = lds_i32(sm + LIST + lane * 8 + 4)
         g0 = f32(0)
         g1 = f32(0)
         b0 = f32(0)
@@ -168,14 +169,17 @@ def make_prepare(HK: int, HV: int):
         items = i32(ldg_i32(counts + u64(CHUNKS_AT)) * GROUPS)
         item = i32(cuda.blockIdx.x)
         step = i32(cuda.gridDim.x)
+        if item < items and tid < 16:
+            cp16(sm + LIST + tid * 16, chunk_rows + u64(item // GROUPS * 256 + tid * 16), 16)
+            cp_wait_all()
+        cuda.syncthreads()
         pdl_wait()                             # the inputs are there, and the scan before has read its records and flags
         pdl_launch()
         gates = (f32(0), f32(0), f32(0), f32(0))
         if item < items:
-            row_list = chunk_rows + u64(item // GROUPS * 256)
-            fetch_rows(sm, qkv, stride, row_list, item % GROUPS // PER_KEY, tid)
+            fetch_rows(sm, qkv, stride, item % GROUPS // PER_KEY, tid)
             if warp < R:
-                gates = fetch_gates(g, beta, g_stride, beta_stride, row_list, item % GROUPS * R + warp, lane)
+                gates = fetch_gates(sm, g, beta, g_stride, beta_stride, item % GROUPS * R + warp, lane)
         while item < items:
             sm = opaque(shared)
             tid = opaque(i32(cuda.threadIdx.x))
@@ -208,6 +212,8 @@ def make_prepare(HK: int, HV: int):
                         stg_u32(flags + u64(((slot * HV + first) * 2 + lane) * 4), u32(0))
             cp_wait_all()
             cuda.syncthreads()
+            if item < items and tid >= THREADS - 16:                    # all have read the list
+                cp16(sm + LIST + (tid & 15) * 16, chunk_rows + u64(item // GROUPS * 256 + (tid & 15) * 16), 16)
 
             # k k^T (warps 0-3) and q k^T (warps 4-7): 16 rows a warp, columns up to the diagonal block.
             # The operands are the bf16 inputs themselves: products are exact, normalisation comes after.
@@ -248,14 +254,14 @@ def make_prepare(HK: int, HV: int):
                 norms = sm + RK + (warp >> 2) * 256
                 sts(norms + i0 * 4, n0)
                 sts(norms + i0 * 4 + 32, n1)
+            cp_wait_all()
             cuda.syncthreads()
 
             # q and k have been read: the next item's may come
             if item < items:
-                row_list = chunk_rows + u64(item // GROUPS * 256)
-                fetch_rows(sm, qkv, stride, row_list, item % GROUPS // PER_KEY, tid)
+                fetch_rows(sm, qkv, stride, item % GROUPS // PER_KEY, tid)
                 if warp < R:
-                    gates = fetch_gates(g, beta, g_stride, beta_stride, row_list, item % GROUPS * R + warp, lane)
+                    gates = fetch_gates(sm, g, beta, g_stride, beta_stride, item % GROUPS * R + warp, lane)
 
             # Decays.  warps 0-3: A = strict lower of beta_i (k_i k_j) 2^(c_i - c_j); warps 4-7: P, straight to the record.
             # Left of the diagonal block 2^(c_i - c_j) = 2^(c_i - c_m) 2^(c_m - c_j), m the token before the strip:

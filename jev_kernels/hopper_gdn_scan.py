@@ -34,6 +34,8 @@ that resumes has the bits of one that carried on in registers.
 """
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from numba import cuda
 from numba.cuda import types
@@ -53,12 +55,13 @@ SLAB = WARPS * 16
 SLABS = D // SLAB
 STAGES = 3
 BLOCK = 8                     # runs of an item, at most
+LATE = 4                      # k16 steps of q S issued before T Y; the rest keeps the tensor cores busy after it
 STATE_BYTES = SLAB * D * 4
 RUNS_AT = pool.RUNS * 4
 
-# What a stage tells the warps that compute: go on with the state in registers, or start a run ...
-ZEROS, LOADED, FRESH, LAST_USE = 1, 2, 4, 8       # ... from zeros, from the state buffer (after waiting; freeing it)
-STOP = 16
+# What the first stage of a run tells the warps that compute, beside its number of chunks (0: there is no further run):
+# start from zeros or from the state buffer, wait for that first, free it afterwards.
+LOADED, FRESH, LAST_USE = 1, 2, 4
 
 ldg_i32x4 = ptx("ldg_i32x4", (i32, 4), (u64,), "ld.global.v4.s32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l",
                 sim=lambda at: tuple(np.uint32(x).astype(np.int32) for x in ldg_u32x4(at)))
@@ -69,22 +72,24 @@ signal = ptx("signal", void, (u64,), "red.release.gpu.global.add.u32 [$0], 1;", 
 fence_global = ptx("fence_global", void, (), "fence.proxy.async.global;", "", sim=lambda: None, since=(9, 0))
 
 
-def _flag_is_set(at, value):
-    if ldg_i32(at) < value:
-        raise RuntimeError("a run starts from a state that no earlier item has stored")
+def _until_set(at, value):
+    me = threading.current_thread()
+    me.block.wait(me, lambda: ldg_i32(at) >= value, "the flag of a state")
 
 
 await_flag = ptx("await_flag", void, (u64, i32),                    # (flag, value); traps after some seconds
                  "{ .reg .pred p; .reg .b32 x, n; mov.u32 n, 0;"
                  " W: ld.acquire.gpu.global.u32 x, [$0]; setp.ge.u32 p, x, $1; @p bra D;"
                  " nanosleep.u32 32; add.u32 n, n, 1; setp.lt.u32 p, n, 0x2000000; @p bra W; trap; D: }", "l,r",
-                 sim=_flag_is_set)
+                 sim=_until_set)
 
 
 # ---------------------------------------------------------------- products
 # b = k or q, contiguous along the reduction: 64-wide halves, a k16 step is 32 bytes inside the swizzled row
 _along = [(64, 0, 4 * kk, (kk >> 2) * 8192 + (kk & 3) * 32) for kk in range(8)]
 mul_k = wgmma("mul_k", "bf16", 32, 32, _along, 16, 1024, swizzle=True, add=False)
+mul_q = wgmma("mul_q", "bf16", 32, 32, _along[:LATE], 16, 1024, swizzle=True, add=False)
+more_q = wgmma("more_q", "bf16", 32, 32, _along[LATE:], 16, 1024, swizzle=True)
 # b = k, contiguous along the result: 16 tokens a step
 _across = [(128, 0, 4 * j, j * 2048) for j in range(4)]
 add_k = wgmma("add_k", "bf16", 64, 16, _across, 8192, 1024, swizzle=True, trans=1)
@@ -92,14 +97,16 @@ add_k = wgmma("add_k", "bf16", 64, 16, _across, 8192, 1024, swizzle=True, trans=
 _blocks = [(32, 0, 4 * j, j * 1024) for j in range(2)] + [(32, 16, 4 * j, 2048 + j * 1024) for j in range(4)]
 mul_t = wgmma("mul_t", "f16", 32, 16, _blocks, 128, 256, add=False)
 add_p = wgmma("add_p", "f16", 32, 16, _blocks, 128, 256)
-wait_x = wgmma_wait("wait_x", 1, (32,), (32,))
-wait_w = wgmma_wait("wait_w", 0, (32, 32), (32, 16))
+wait_x = wgmma_wait("wait_x", 1, (32,), (32,))         # all but mul_q
+wait_w = wgmma_wait("wait_w", 1, (32,), (16,))         # all but more_q
+wait_o = wgmma_wait("wait_o", 2, (32,), (32,))         # all but the two add_k
+wait_o1 = wgmma_wait("wait_o1", 1, (32,), (32,))
 wait_s = wgmma_wait("wait_s", 0, (64, 32), (16, 16, 16))
 
 
 # ---------------------------------------------------------------- shared memory
 QS, VS, REC, OUT = 16384, 32768, 32768 + 8192, 32768 + 8192 + RECORD    # of a stage, behind k
-SLOT, CODE, WHERE = OUT + 256, OUT + 260, OUT + 264                     # behind the 64 output rows
+SLOT, CODE, COUNT, WHERE = (OUT + 256 + 4 * n for n in range(4))        # behind the 64 output rows
 STAGE = OUT + 1024                       # whole 1024-byte atoms of the 128-byte swizzle
 STATE = STAGES * STAGE
 BARRIERS = STATE + STATE_BYTES
@@ -207,7 +214,7 @@ def make_scan(HK: int, HV: int, split: bool = True):
                 head2 = i32(item % HEADS)
                 first2, count2, start2 = read_run(runs, run, item < items)
                 keep = count2 > 0 and start >= 0 and start2 == start and head2 == head
-                code = i32(ZEROS)
+                code = i32(0)
                 if start >= 0:
                     code = i32(LOADED + (0 if kept else FRESH) + (0 if keep else LAST_USE))
                 q_at = qkv + u64((head // SLABS // R * D + c * 8) * 2)
@@ -219,8 +226,10 @@ def make_scan(HK: int, HV: int, split: bool = True):
                     bar = i32(full + stage * 8)
                     if me == 0:
                         sts_u32(base + SLOT, slot)
-                        sts_u32(base + CODE, code)
-                        sts_u32(base + WHERE, head)
+                        if n == 0:
+                            sts_u32(base + CODE, code)
+                            sts_u32(base + COUNT, count)
+                            sts_u32(base + WHERE, head)
                         mbar_expect(bar, RECORD)
                         bulk(base + REC, record + u64(chunk * HV + head // SLABS) * u64(RECORD), RECORD, bar)
                     for it in range(8):
@@ -240,7 +249,7 @@ def make_scan(HK: int, HV: int, split: bool = True):
                         fetch_list(mine, chunk_rows, ahead, kr, vr)
                         slot = ldg_i32(chunk_slots + u64(ahead * 4))
                     cp_arrive(bar)
-                    if code & FRESH:
+                    if n == 0 and code & FRESH:
                         if me == 0:
                             mbar_wait(state_empty, state_phase ^ 1)
                             await_flag(flags + u64((start * HEADS + head) * 4), WARPS)
@@ -248,7 +257,6 @@ def make_scan(HK: int, HV: int, split: bool = True):
                             mbar_expect(state_full, STATE_BYTES)
                             bulk(sm + STATE, states + u64(start * HEADS + head) * u64(STATE_BYTES), STATE_BYTES, state_full)
                         state_phase = i32(state_phase ^ 1)
-                    code = i32(0)
                     stage = i32(stage + 1)
                     if stage == STAGES:
                         stage = i32(0)
@@ -260,7 +268,7 @@ def make_scan(HK: int, HV: int, split: bool = True):
                 kept = keep
             mbar_wait(empty + stage * 8, phase ^ 1)
             if me == 0:
-                sts_u32(sm + stage * STAGE + CODE, i32(STOP))
+                sts_u32(sm + stage * STAGE + COUNT, i32(0))
                 mbar_arrive(full + stage * 8)
             cp_arrive(full + stage * 8)
             cp_wait_all()
@@ -284,24 +292,16 @@ def make_scan(HK: int, HV: int, split: bool = True):
             to = cuda.local.array(8, i32)          # ... its rows ...
             o_col = o + u64((warp * 16 + tt * 2) * 2)
             o_at = o_col                           # ... and its columns
-            for e in range(64):
-                s[e] = f32(0)
             for e in range(16):
                 done[e] = u32(0)
-                wl[e] = u32(0)
             for m in range(8):
                 to[m] = i32(-1)
-            while True:
-                mbar_wait(full + stage * 8, phase)
-                fence_async()                      # k and q came by cp.async; wgmma reads through the other proxy
-                base = i32(sm + stage * STAGE)
-                rec = i32(base + REC)
-                code = uniform(lds_i32(base + CODE))
-                if code == STOP:
-                    break
-                if code & ZEROS:
-                    for e in range(64):
-                        s[e] = f32(0)
+            mbar_wait(full + stage * 8, phase)
+            count = uniform(lds_i32(sm + stage * STAGE + COUNT))
+            while count > 0:
+                code = uniform(lds_i32(sm + stage * STAGE + CODE))
+                head = uniform(lds_i32(sm + stage * STAGE + WHERE))
+                o_next = o_col + u64(head * (SLAB * 2))
                 if code & LOADED:
                     if code & FRESH:
                         mbar_wait(state_full, state_phase)
@@ -314,80 +314,95 @@ def make_scan(HK: int, HV: int, split: bool = True):
                         cuda.syncwarp()
                         if lane == 0:
                             mbar_arrive(state_empty)
-                for e in range(32):
-                    sa[e] = pack(s[2 * e], s[2 * e + 1])
-                mul_k(x, sa, base)
-                mul_k(out, sa, i32(base + QS))
-                # meanwhile: the previous chunk's output goes out, and what Y needs comes in
-                put_rows(done, to, o_at, o_stride)
-                for m in range(4):
-                    vv = ldsm_t(base + VS + v_lane + m * 2048)
-                    for e in range(4):
-                        y[4 * m + e] = vv[e]
-                for m in range(8):
-                    z = lds2(rec + SK_AT + m * 32 + tt * 8)
-                    zs[2 * m] = z[0]
-                    zs[2 * m + 1] = z[1]
-                last = lds(rec + LAST_AT)
-                wait_x(x, sa)
-                # Y^T = v^T - (decayed X)^T
-                for m in range(8):
-                    j = m * 4
-                    v0 = y[2 * m]
-                    v1 = y[2 * m + 1]
-                    y[2 * m] = pack16(low(v0) + x[j] * zs[2 * m], high(v0) + x[j + 1] * zs[2 * m + 1])
-                    y[2 * m + 1] = pack16(low(v1) + x[j + 2] * zs[2 * m], high(v1) + x[j + 3] * zs[2 * m + 1])
-                mul_t(w, y, i32(rec + T_AT))
-                for m in range(8):
-                    z = lds2(rec + SU_AT + m * 32 + tt * 8)
-                    zs[2 * m] = z[0]
-                    zs[2 * m + 1] = z[1]
-                # S^T = last S^T + (decayed V')^T k
-                for e in range(64):
-                    s[e] *= last
-                wait_w(w, out, sa, y)
-                for m in range(8):
-                    for e in range(2):
-                        a = w[4 * m + 2 * e] * zs[2 * m]
-                        b = w[4 * m + 2 * e + 1] * zs[2 * m + 1]
-                        wk[2 * m + e] = pack(a, b)
-                        if split:
-                            wl[2 * m + e] = pack(a - low(wk[2 * m + e]), b - high(wk[2 * m + e]))
-                add_k(s, wk, base)
-                if split:
-                    add_k(s, wl, base)
-                # O^T = decayed (S^T q^T) + V'^T P^T, S from before the update
-                for m in range(8):
-                    z = lds2(rec + SQ_AT + m * 32 + tt * 8)
-                    for e in range(2):
-                        out[4 * m + 2 * e] *= z[0]
-                        out[4 * m + 2 * e + 1] *= z[1]
-                for e in range(16):
-                    wp[e] = pack16(w[2 * e], w[2 * e + 1])
-                add_p(out, wp, i32(rec + P_AT))
-                for m in range(8):
-                    to[m] = lds_i32(base + OUT + (m * 8 + gg) * 4)
-                head = lds_i32(base + WHERE)
-                slot = uniform(lds_i32(base + SLOT))
-                o_at = o_col + u64(head * (SLAB * 2))
-                wait_s(s, out, wk, wl, wp)
-                for e in range(16):
-                    done[e] = pack(out[2 * e], out[2 * e + 1])
-                cuda.syncwarp()
-                if lane == 0:
-                    mbar_arrive(empty + stage * 8)
-                if slot >= 0:
-                    at = states + u64(slot * HEADS + head) * u64(STATE_BYTES) + u64(tid * 16)
-                    for n in range(16):
-                        stg4(at + u64(n * 2048), s[4 * n], s[4 * n + 1], s[4 * n + 2], s[4 * n + 3])
-                    fence_global()
+                else:
+                    for e in range(64):
+                        s[e] = f32(0)
+                for n in range(count):
+                    mbar_wait(full + stage * 8, phase)
+                    fence_async()                  # k and q came by cp.async; wgmma reads through the other proxy
+                    base = i32(sm + stage * STAGE)
+                    rec = i32(base + REC)
+                    for e in range(32):
+                        sa[e] = pack(s[2 * e], s[2 * e + 1])
+                    mul_k(x, sa, base)
+                    mul_q(out, sa, i32(base + QS))
+                    # meanwhile: the previous chunk's output goes out, and what Y needs comes in
+                    put_rows(done, to, o_at, o_stride)
+                    o_at = o_next
+                    for m in range(4):
+                        vv = ldsm_t(base + VS + v_lane + m * 2048)
+                        for e in range(4):
+                            y[4 * m + e] = vv[e]
+                    for m in range(8):
+                        z = lds2(rec + SK_AT + m * 32 + tt * 8)
+                        zs[2 * m] = z[0]
+                        zs[2 * m + 1] = z[1]
+                    last = lds(rec + LAST_AT)
+                    wait_x(x, sa)
+                    # Y^T = v^T - (decayed X)^T
+                    for m in range(8):
+                        for e in range(2):
+                            j = 4 * m + 2 * e
+                            v = y[2 * m + e]
+                            y[2 * m + e] = pack16(low(v) + x[j] * zs[2 * m], high(v) + x[j + 1] * zs[2 * m + 1])
+                    mul_t(w, y, i32(rec + T_AT))
+                    more_q(out, sa, i32(base + QS))
+                    for m in range(8):
+                        z = lds2(rec + SU_AT + m * 32 + tt * 8)
+                        zs[2 * m] = z[0]
+                        zs[2 * m + 1] = z[1]
+                    # S^T = last S^T + (decayed V')^T k
+                    for e in range(64):
+                        s[e] *= last
+                    wait_w(w, y)
+                    for m in range(8):
+                        for e in range(2):
+                            j = 4 * m + 2 * e
+                            wk[2 * m + e] = pack(w[j] * zs[2 * m], w[j + 1] * zs[2 * m + 1])
+                    add_k(s, wk, base)
+                    if split:
+                        for m in range(8):
+                            for e in range(2):
+                                j = 4 * m + 2 * e
+                                whole = wk[2 * m + e]
+                                wl[2 * m + e] = pack(w[j] * zs[2 * m] - low(whole), w[j + 1] * zs[2 * m + 1] - high(whole))
+                        add_k(s, wl, base)
+                    # O^T = decayed (S^T q^T) + V'^T P^T, S from before the update
+                    if split:
+                        wait_o(out, sa)
+                    else:
+                        wait_o1(out, sa)
+                    for m in range(8):
+                        z = lds2(rec + SQ_AT + m * 32 + tt * 8)
+                        for e in range(2):
+                            out[4 * m + 2 * e] *= z[0]
+                            out[4 * m + 2 * e + 1] *= z[1]
+                    for e in range(16):
+                        wp[e] = pack16(w[2 * e], w[2 * e + 1])
+                    add_p(out, wp, i32(rec + P_AT))
+                    for m in range(8):
+                        to[m] = lds_i32(base + OUT + (m * 8 + gg) * 4)
+                    slot = uniform(lds_i32(base + SLOT))
+                    wait_s(s, out, wk, wl, wp)
+                    for e in range(16):
+                        done[e] = pack(out[2 * e], out[2 * e + 1])
                     cuda.syncwarp()
                     if lane == 0:
-                        signal(flags + u64((slot * HEADS + head) * 4))
-                stage = i32(stage + 1)
-                if stage == STAGES:
-                    stage = i32(0)
-                    phase = i32(phase ^ 1)
+                        mbar_arrive(empty + stage * 8)
+                    if slot >= 0:
+                        at = states + u64(slot * HEADS + head) * u64(STATE_BYTES) + u64(tid * 16)
+                        for e in range(16):
+                            stg4(at + u64(e * 2048), s[4 * e], s[4 * e + 1], s[4 * e + 2], s[4 * e + 3])
+                        fence_global()
+                        cuda.syncwarp()
+                        if lane == 0:
+                            signal(flags + u64((slot * HEADS + head) * 4))
+                    stage = i32(stage + 1)
+                    if stage == STAGES:
+                        stage = i32(0)
+                        phase = i32(phase ^ 1)
+                mbar_wait(full + stage * 8, phase)
+                count = uniform(lds_i32(sm + stage * STAGE + COUNT))
             put_rows(done, to, o_at, o_stride)
 
     return scan
