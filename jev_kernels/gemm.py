@@ -44,9 +44,8 @@ from jev_kernels.ptx import pack
 
 VERSION = 1                    # of the candidates, the admission and the timing: part of the cache's key
 REFERENCE_ROWS = 128           # rows at which the reference order is chosen, and of the blocks that apply it
-MAX_CANDIDATES = 16
-OWN = "own"                    # our kernel for few rows; "own:2", "own:3": the one for more, by its warpgroups
-WIDE = {f"{OWN}:{groups}": groups for groups in hopper_gemm_wide.MAX_TOKENS}
+MAX_CANDIDATES = 12
+OWN, WIDE = "own", "own:wide"  # our kernel for few rows, and for more
 WIDE_ROWS = 4096               # above, nothing is left to even out
 
 
@@ -281,11 +280,10 @@ class Gemm:
         """A plan for a given algorithm; see ``linear_plan``, which also checks its bits."""
         if algorithm == OWN:
             return hopper_gemm.Plan(x, weight, y, rows, self.maps, self.gpu.multiprocessors)
-        if algorithm in WIDE:
+        if algorithm == WIDE:
             if self._scratch is None:
                 self._scratch = hopper_gemm_wide.Scratch(self.stream)
-            return hopper_gemm_wide.Plan(WIDE[algorithm], x, weight, y, rows, self.maps, self._scratch,
-                                         self.gpu.multiprocessors)
+            return hopper_gemm_wide.Plan(x, weight, y, rows, self.maps, self._scratch, self.gpu.multiprocessors)
         return BlasPlan(self.blas, Algorithm.parse(algorithm), x, weight, y, rows)
 
     def prepare(self, shapes: Iterable[tuple[int, int]], rows: Sequence[int]) -> None:
@@ -329,9 +327,8 @@ class Gemm:
 
     def _own(self, key: tuple, algorithm: str) -> bool:
         (m, n, k, *_), gpu = key, (self.gpu.compute_capability, self.gpu.multiprocessors)
-        if algorithm in WIDE:
-            return hopper_gemm.MAX_ROWS < m <= WIDE_ROWS and hopper_gemm_wide.refusal(
-                m, n, k, WIDE[algorithm], *gpu) is None
+        if algorithm == WIDE:
+            return hopper_gemm.MAX_ROWS < m <= WIDE_ROWS and hopper_gemm_wide.refusal(m, n, k, *gpu) is None
         return algorithm == OWN and hopper_gemm.refusal(m, n, k, *gpu) is None
 
     def candidates(self, key: tuple, alignment: int = 256) -> list[str]:
@@ -344,7 +341,7 @@ class Gemm:
                 if algorithm.split_k <= 1 and len(found) < MAX_CANDIDATES and str(algorithm) not in found and (
                         rows == m or self.blas.runs(key, algorithm)):
                     found[str(algorithm)] = None
-        return list(found) + [name for name in WIDE if self._own(key, name)]
+        return list(found) + ([WIDE] if self._own(key, WIDE) else [])
 
     def trial(self, n: int, k: int, rows: int) -> Trial:
         """Random data for a shape and at least ``rows`` rows; one at a time is kept."""

@@ -40,7 +40,7 @@ from jev_kernels import device
 from jev_kernels.launch import Kernel, address, check
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, i32, mbar_arrive_at, mbar_expect,
                              mbar_fence, mbar_init, mbar_wait, pdl_launch, pdl_wait, smem_addr, tma_load, tma_multicast,
-                             u64)
+                             tma_prefetch, u64)
 
 MAX_ROWS = 128                          # tokens; above, cuBLASLt is the better tool
 MAX_SLAB = 320                          # weight rows of a block: 160 accumulators a thread
@@ -143,13 +143,15 @@ def make_wgmma(bn, slices, a_step, b_step):
 class Config:
     """bn weight rows a slab, ``groups`` warpgroups of 64 tokens a block, ``stages`` ring slots of ``slices`` x 64 k,
     ``cluster`` blocks a cluster. split: the cluster's blocks share one slab and divide the tokens (W is multicast);
-    otherwise each has its own slab and all tokens (x is multicast)."""
+    otherwise each has its own slab and all tokens (x is multicast). ahead: stages of W, past the ring's first lap, that
+    go to the L2 cache before the wait for the previous kernel."""
     bn: int
     groups: int
     stages: int
     cluster: int = 1
     slices: int = 1
     split: bool = False
+    ahead: int = 0
 
     @property
     def w_rows(self) -> int:
@@ -223,8 +225,8 @@ SIGNATURE = types.void(u64, u64, u64, i32, i32, i32, i32, i32)
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x and W, address of y, M, N, K,
     rows of x that each block loads, elements between rows of y."""
-    BN, GROUPS, STAGES, CL, SLICES, SPLIT = (config.bn, config.groups, config.stages, config.cluster, config.slices,
-                                             config.split)
+    BN, GROUPS, STAGES, CL, SLICES, SPLIT, AHEAD = (config.bn, config.groups, config.stages, config.cluster,
+                                                    config.slices, config.split, config.ahead)
     XS = GROUPS * 64 * 128                  # bytes of one x slice (64-wide K slice = 128 bytes a row)
     WS = BN * 128                           # ... and of one W slice; both multiples of 1024
     SB = config.stage_bytes
@@ -245,6 +247,12 @@ def kernel(config: Config) -> Kernel:
                     tma_multicast(at, w_map, (k * SLICES + c) * 64, row + b * BOX, bar, MASK, policy)
                 else:
                     tma_load(at, w_map, (k * SLICES + c) * 64, row + b * BOX, bar, policy)
+
+    @cuda.jit(device=True, inline="always")
+    def prefetch_w(w_map, k, row):
+        for c in range(SLICES):
+            for b in range(WROWS // BOX):
+                tma_prefetch(w_map, (k * SLICES + c) * 64, row + b * BOX)
 
     @cuda.jit(device=True, inline="always")
     def load_x(dst, x_map, k, row, skip, bar, policy):
@@ -290,6 +298,8 @@ def kernel(config: Config) -> Kernel:
                 for k in range(lap):
                     mbar_expect(full + k * 8, expect)
                     load_w(ring + k * SB, w_map, k, w_row, w_skip, full + k * 8, once)
+                for k in range(lap, min(i32(lap + AHEAD), steps)):
+                    prefetch_w(w_map, k, w_row)
                 pdl_wait()
                 for k in range(lap):
                     load_x(ring + k * SB, x_map, k, x_row, x_skip, full + k * 8, again)

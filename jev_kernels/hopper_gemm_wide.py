@@ -10,11 +10,12 @@ the later part starts from the accumulators of the block that did the earlier pa
   - All tiles' K steps in a row are cut into equal ranges, one for each cluster of two blocks. A cluster starts with the
     *last* tile of its range, of which it does the first part, and leaves the accumulators for its successor; then come
     whole tiles; the tail of its first tile comes last, when the predecessor's part is long done. Nobody waits.
-  - Weights sit on wgmma's M side, 64 rows a warpgroup, ``groups`` of them; tokens on its N side, so that a tile has any
+  - Weights sit on wgmma's M side, 64 rows for each of two warpgroups; tokens on its N side, so that a tile has any
     multiple of 16 tokens up to 256 and little padding. The two blocks of a cluster have neighbouring weight tiles and
     the same tokens: each loads half of x's tile and multicasts it.
   - A producer warp fills the ring with TMA, across tile boundaries; the ring protocol is that of ``hopper_gemm.py``.
-  - The result is transposed in registers (movmatrix) and stored 32 bytes a token and warp.
+  - Results are transposed on the way to shared memory (stmatrix), 64 tokens at a time, and leave by TMA, which clips at
+    the edges of y and runs on under the next tile.
 
 Hand-over between blocks: float32 accumulators in ``scratch`` and one flag a warp, set after a fence and cleared by the
 warp that has read it, so a launch finds all flags clear. Launches that share scratch must not overlap: they are ordered
@@ -36,17 +37,21 @@ from numba.cuda.extending import intrinsic
 from jev_kernels import device
 from jev_kernels.hopper_gemm import F32, I32, I64, SMEM_LIMIT, TensorMaps, make_wgmma
 from jev_kernels.launch import Kernel, address
-from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, i32, mbar_arrive_at, mbar_expect,
-                             mbar_fence, mbar_init, mbar_wait, pdl_launch, pdl_wait, ptx, smem_addr, tma_load,
-                             tma_multicast, u64, uniform, void)
+from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, fewer_registers, i32, mbar_arrive_at,
+                             mbar_expect, mbar_fence, mbar_init, mbar_wait, more_registers, pdl_launch, pdl_wait, ptx,
+                             smem_addr, tma_load, tma_multicast, tma_prefetch, u64, uniform, void)
 
-# Tokens of a tile, by consumer warpgroups: wgmma's largest n; and what ptxas compiles into the 128 registers that a
-# thread of four warpgroups starts with.
-MAX_TOKENS = {2: 256, 3: 192}
+GROUPS = 2                              # consumer warpgroups of 64 weight rows (three, up to 192 tokens, were slower)
+WEIGHTS = GROUPS * 64                   # weight rows of a block's tile
+THREADS = (GROUPS + 1) * 128
+MAX_TOKENS = 256                        # of a tile: wgmma's largest n
+SNAP = 5                                # K steps
+CHUNK = 64                              # tokens that a warpgroup transposes and stores at a time
+STAGING = GROUPS * 2 * CHUNK * 128      # bytes: two chunks of 64 weights for each warpgroup
 CLUSTER = 2
 MAX_BLOCKS = 2 * 72                     # for the size of scratch: more multiprocessors than a Hopper GPU shows
-REGISTERS = {2: (40, 232), 3: (32, 160)}                # producer, consumers, for 2 or 3 consumer warpgroups
 
+stores_done = ptx("stores_done", void, (), "cp.async.bulk.wait_group 0;", "")
 evict_normal = ptx("evict_normal", u64, (), "createpolicy.fractional.L2::evict_normal.b64 $0, 1.0;", "=l")
 raise_flag = ptx("raise_flag", void, (u64, i32),                            # (flag, lane): the whole warp has saved
                  "{ .reg .pred p; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; setp.eq.s32 p, $1, 0;"
@@ -61,44 +66,45 @@ lower_flag = ptx("lower_flag", void, (u64, i32),                            # (f
 
 @dataclass(frozen=True)
 class Config:
-    """``groups`` consumer warpgroups of 64 weight rows a block, ``tokens`` of a tile (a multiple of 16)."""
-    groups: int
+    """``tokens`` of a tile (a multiple of 16, at most 256); ``ahead``: K steps of W, past the ring's first lap, that go
+    to the L2 cache before the wait for the previous kernel."""
     tokens: int
-
-    @property
-    def weights(self) -> int:
-        """Weight rows of a block's tile."""
-        return self.groups * 64
+    ahead: int = 0
 
     @property
     def stage_bytes(self) -> int:
-        return (self.weights + self.tokens) * 128
+        return (WEIGHTS + self.tokens) * 128
 
     @property
     def stages(self) -> int:
-        return (SMEM_LIMIT - 1024 - 8) // (self.stage_bytes + 16)
+        return (SMEM_LIMIT - 1024 - 8 - STAGING) // (self.stage_bytes + 16)
 
     @property
     def smem(self) -> int:
-        return self.stages * (self.stage_bytes + 16) + 8 + 1024
-
-    @property
-    def threads(self) -> int:
-        return (self.groups + 1) * 128
+        """The ring, room to transpose results, two barriers a stage and one, room to start at a multiple of 1024."""
+        return self.stages * (self.stage_bytes + 16) + STAGING + 8 + 1024
 
     def tiles(self, m: int, n: int) -> int:
         """Tiles of a pair of blocks."""
-        return -(-m // self.tokens) * -(-n // (CLUSTER * self.weights))
+        return -(-m // self.tokens) * -(-n // (CLUSTER * WEIGHTS))
 
     def grid(self, m: int, n: int, multiprocessors: int = 132) -> int:
         """Blocks: two for each tile, or all multiprocessors where there are more tiles than that."""
         return CLUSTER * min(self.tiles(m, n), multiprocessors // CLUSTER)
 
 
-def choose(m: int, groups: int) -> Config:
+def choose(m: int) -> Config:
     """As few token tiles as possible, of equal width."""
-    tiles = -(-m // MAX_TOKENS[groups])
-    return Config(groups, -(-m // (16 * tiles)) * 16)
+    tiles = -(-m // MAX_TOKENS)
+    return Config(-(-m // (16 * tiles)) * 16)
+
+
+def boundary(total: int, steps: int, cluster: int, clusters: int) -> int:
+    """Where the range of a cluster starts among all K steps: equal parts, but no part of a tile shorter than SNAP steps
+    (handing over sums costs as much time as a few steps)."""
+    at = total * cluster // clusters
+    inside = at % steps
+    return at - inside if inside < SNAP else at + steps - inside if inside > steps - SNAP else at
 
 
 def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[int, int, int]]:
@@ -107,7 +113,7 @@ def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[
     With at least as many tiles as clusters a tile has at most two parts, and a part that goes on from another's sums is
     its cluster's last, while the part before it is its cluster's first.
     """
-    first, end = tiles * steps * cluster // clusters, tiles * steps * (cluster + 1) // clusters
+    first, end = (boundary(tiles * steps, steps, c, clusters) for c in (cluster, cluster + 1))
     parts = []
     while end > first:
         tile = (end - 1) // steps
@@ -117,28 +123,28 @@ def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[
     return parts
 
 
-def refusal(m: int, n: int, k: int, groups: int, compute_capability=(9, 0), multiprocessors: int = 132) -> str | None:
+def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: int = 132) -> str | None:
     """Why this kernel does not do y [m, n] = x [m, k] W [n, k]^T, or None when it does."""
     if tuple(compute_capability) != (9, 0):
         return f"wgmma needs compute capability 9.0, this GPU has {compute_capability[0]}.{compute_capability[1]}"
     if m < 1 or n < 8 or n % 8 or k < 64 or k % 64:
         return f"N must be a multiple of 8 and K one of 64: {m} x {n} x {k}"
-    config = choose(m, groups)
+    config = choose(m)
     if multiprocessors > MAX_BLOCKS or config.tiles(m, n) * (k // 64) * (multiprocessors // CLUSTER) >= 1 << 31:
         return f"too large: {m} x {n} x {k}"
     return None
 
 
 # ---------------------------------------------------------------- the tile of accumulators
-def make_tile(tokens, threads):
+def make_tile(tokens):
     """(save, load, store) for a 64 x tokens float32 tile of a warpgroup held as a UniTuple of tokens/2 registers.
 
     Registers 4j, 4j+1 are weight row g = lane / 4, tokens 8j+2t, 8j+2t+1 (t = lane % 4); 4j+2, 4j+3 weight row g+8.
-    ``threads`` of a block share a slot of scratch, four registers of each side by side.
+    The consumers of a block share a slot of scratch, four registers of each side by side.
     """
     regs = tokens // 2
     acc = types.UniTuple(types.float32, regs)
-    step = threads * 16
+    step = GROUPS * 128 * 16
 
     def unpack(builder, tup):
         return [builder.extract_value(tup, i) for i in range(regs)]
@@ -173,65 +179,85 @@ def make_tile(tokens, threads):
         return acc(u64, i32), codegen
 
     @intrinsic
-    def store(typingctx, d, at, pitch, lo_tokens, hi_tokens):
-        """at: y at (token g, weight 2t) of the tile; pitch: bytes of 8 rows of y; tokens that exist from g on, for the
-        lower and the upper 8 weights (0 where the weights do not exist)."""
+    def store(typingctx, d, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):
+        """y's tile of this warpgroup, r(sums): ``staging`` address of its two chunks, ``lane_at`` offset at which this
+        lane writes its row of a chunk, ``barrier`` a named one of the warpgroup, ``leader`` 1 in the thread that
+        stores, tensor maps of y with boxes of 64 weights by a whole chunk and by the last, first weight and token."""
         def codegen(context, builder, sig, args):
             v = unpack(builder, args[0])
-            at = args[1]
-            fn = ir.FunctionType(ir.VoidType(), [I64, I32, I32, F32, F32, F32, F32])
-            for j in range(regs // 4):
-                asm = ir.InlineAsm(
-                    fn, "{ .reg .pred p, q; .reg .b32 a, b; cvt.rn.bf16x2.f32 a, $4, $3; cvt.rn.bf16x2.f32 b, $6, $5;"
-                    " movmatrix.sync.aligned.m8n8.trans.b16 a, a; movmatrix.sync.aligned.m8n8.trans.b16 b, b;"
-                    f" setp.gt.s32 p, $1, {8 * j}; setp.gt.s32 q, $2, {8 * j};"
-                    " @p st.global.b32 [$0], a; @q st.global.b32 [$0+16], b; }", "l,r,r,f,f,f,f,~{memory}",
-                    side_effect=True)
-                builder.call(asm, [at, args[3], args[4], *v[4 * j:4 * j + 4]])
-                at = builder.add(at, args[2])
+            staging, lane_at, barrier, leader, y_map, y_tail, weight, token = args[1:]
+
+            def emit(text, constraints, *ops):
+                fn = ir.FunctionType(ir.VoidType(), [o.type for o in ops])
+                builder.call(ir.InlineAsm(fn, text, constraints + ",~{memory}", side_effect=True), ops)
+
+            # The chunk's buffer is free when all stores, or all but the one before this chunk, have read theirs.
+            ready = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read N; barrier.sync $1, 128; }"
+            matrix = ("{ .reg .b32 a, b, c, d; cvt.rn.bf16x2.f32 a, $2, $1; cvt.rn.bf16x2.f32 b, $4, $3;"
+                      " cvt.rn.bf16x2.f32 c, $6, $5; cvt.rn.bf16x2.f32 d, $8, $7;"
+                      " stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+OFFSET], {a, b, c, d}; }")
+            send = ("{ .reg .pred p; fence.proxy.async.shared::cta; barrier.sync $1, 128; setp.ne.s32 p, $0, 0;"
+                    " @p cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$2, {$3, $4}], [$5];"
+                    " @p cp.async.bulk.commit_group; }")
+            for c, first in enumerate(range(0, tokens, CHUNK)):
+                buffer = builder.add(staging, ir.Constant(I32, c % 2 * CHUNK * 128))
+                at = builder.add(buffer, lane_at)
+                emit(ready.replace("N;", f"{min(c, 1)};"), "r,r", leader, barrier)
+                for t in range(first, min(first + CHUNK, tokens), 16):
+                    emit(matrix.replace("OFFSET", str((t - first) * 128)), "r,f,f,f,f,f,f,f,f", at,
+                         *v[t // 2:t // 2 + 8])
+                emit(send, "r,r,l,r,r,r", leader, barrier, y_map if first + CHUNK <= tokens else y_tail, weight,
+                     builder.add(token, ir.Constant(I32, first)), buffer)
             return context.get_dummy_value()
-        return types.void(acc, u64, u64, i32, i32), codegen
+        return types.void(acc, i32, i32, i32, i32, u64, u64, i32, i32), codegen
 
     return save, load, store
 
 
 # ---------------------------------------------------------------- the kernel
-SIGNATURE = types.void(u64, u64, u64, i32, i32, i32, i32, u64, u64)
+SIGNATURE = types.void(u64, u64, u64, u64, i32, i32, i32, u64, u64)
 
 
 @functools.lru_cache(None)
 def kernel(config: Config) -> Kernel:
-    """The kernel of a configuration. Arguments: addresses of the tensor maps of x and W, address of y, M, N, K,
-    elements between rows of y, addresses of scratch and of its flags."""
-    GROUPS, TOKENS, STAGES = config.groups, config.tokens, config.stages
-    BW = config.weights
-    WS = BW * 128                           # bytes of a slice of W; a multiple of 1024
+    """The kernel of a configuration. Arguments: addresses of the tensor maps of x, of W and of y (whole chunks, last
+    chunk), M, N, K, addresses of scratch and of its flags."""
+    TOKENS, STAGES, AHEAD = config.tokens, config.stages, config.ahead
+    WS = WEIGHTS * 128                      # bytes of a slice of W; a multiple of 1024
     SB = config.stage_bytes
     HALF = TOKENS // 2                      # token rows that each block of the pair loads; whole 8-row swizzle atoms
     WARPS = GROUPS * 4                      # consumers; the producer is warp WARPS
     ARRIVALS = WARPS * CLUSTER
     SLOT = GROUPS * 128 * (TOKENS // 2) * 4                     # bytes of scratch a block
     _, mma, drain, _ = make_wgmma(TOKENS, 1, 0, 0)
-    save, load, store = make_tile(TOKENS, GROUPS * 128)
-    small, large = REGISTERS[GROUPS]
-    fewer = ptx("fewer", void, (), f"setmaxnreg.dec.sync.aligned.u32 {small};", "")
-    more = ptx("more", void, (), f"setmaxnreg.inc.sync.aligned.u32 {large};", "")
+    save, load, store = make_tile(TOKENS)
 
-    def hopper_gemm_wide(x_map, w_map, y, M, N, K, ldy, scratch, flags):
+    @cuda.jit(device=True, inline="always")
+    def snapped(total, steps, cluster, clusters):
+        at = i32(total * cluster // clusters)
+        inside = at % steps
+        if inside < SNAP:
+            return i32(at - inside)
+        if inside > steps - SNAP:
+            return i32(at + steps - inside)
+        return at
+
+    def hopper_gemm_wide(x_map, w_map, y_map, y_tail, M, N, K, scratch, flags):
         ring = (smem_addr(cuda.shared.array(0, types.uint8)) + 1023) & ~1023
-        full = ring + STAGES * SB
+        staging = ring + STAGES * SB
+        full = staging + STAGING
         empty = full + STAGES * 8
         tid = cuda.threadIdx.x
         warp = uniform(tid >> 5)
         lane = tid & 31
         rank = cta_rank()
         steps = i32(K >> 6)
-        pairs = i32((N + CLUSTER * BW - 1) // (CLUSTER * BW))
+        pairs = i32((N + CLUSTER * WEIGHTS - 1) // (CLUSTER * WEIGHTS))
         tiles = i32(pairs * ((M + TOKENS - 1) // TOKENS))
         cluster = i32(cuda.blockIdx.x >> 1)
         clusters = i32(cuda.gridDim.x >> 1)
-        first = i32(tiles * steps * cluster // clusters)                  # this cluster's range of all K steps
-        end = i32(tiles * steps * (cluster + 1) // clusters)
+        first = snapped(tiles * steps, steps, cluster, clusters)          # this cluster's range of all K steps
+        end = snapped(tiles * steps, steps, cluster + 1, clusters)
         if tid == 0:
             for s in range(STAGES):
                 mbar_init(full + s * 8, 1)
@@ -243,7 +269,7 @@ def kernel(config: Config) -> Kernel:
 
         stage = i32(0)
         if warp >= WARPS:
-            fewer()
+            fewer_registers()
             if tid == WARPS * 32:
                 once, again = evict_first(), evict_last()
                 if M > TOKENS:                                            # W is read again for the next tile of tokens
@@ -255,7 +281,7 @@ def kernel(config: Config) -> Kernel:
                     start = max(first, i32(tile * steps))
                     k = i32(start - tile * steps)
                     stop = i32(end - tile * steps)
-                    w_row = ((tile % pairs) * CLUSTER + rank) * BW
+                    w_row = ((tile % pairs) * CLUSTER + rank) * WEIGHTS
                     x_row = (tile // pairs) * TOKENS + rank * HALF
                     if lap == 0:
                         # First lap: weights do not depend on the previous kernel, x does.
@@ -263,6 +289,8 @@ def kernel(config: Config) -> Kernel:
                         for s in range(lap):
                             mbar_expect(full + s * 8, SB)
                             tma_load(ring + s * SB, w_map, (k + s) * 64, w_row, full + s * 8, once)
+                        for s in range(lap, min(i32(lap + AHEAD), i32(stop - k))):
+                            tma_prefetch(w_map, (k + s) * 64, w_row)
                         pdl_wait()
                         for s in range(lap):
                             tma_multicast(ring + s * SB + WS + rank * (HALF * 128), x_map, (k + s) * 64, x_row,
@@ -285,7 +313,7 @@ def kernel(config: Config) -> Kernel:
                             phase = i32(phase ^ 1)
                     end = start
         else:
-            more()
+            more_registers()
             # Consumers touch x only through the ring, and write only after a slice of it: after the producer's wait.
             a_first = ring + (warp >> 2) * (64 * 128)
             b_first = ring + WS
@@ -293,6 +321,13 @@ def kernel(config: Config) -> Kernel:
             before = i32(STAGES)                                          # at first a barrier that nobody waits for
             own = scratch + u64(cuda.blockIdx.x) * u64(SLOT) + u64(tid * 16)
             own_flag = flags + u64((cuda.blockIdx.x * WARPS + warp) * 4)
+            group = warp >> 2
+            # Lane 8q + r writes row (token) r of the q-th 8 x 8 matrix: tokens 0 to 7 of 16 for q < 2, weights 0 to 7
+            # for even q. 16-byte pieces of a row are swizzled as TMA expects.
+            piece = (warp & 3) * 2 + ((lane >> 3) & 1)
+            lane_at = ((lane >> 4) * 8 + (lane & 7)) * 128 + ((piece ^ (lane & 7)) << 4)
+            leader = i32(1) if tid & 127 == 0 else i32(0)
+            room = staging + group * (2 * CHUNK * 128)
             while end > first:
                 tile = i32((end - 1) // steps)
                 start = max(first, i32(tile * steps))
@@ -317,18 +352,17 @@ def kernel(config: Config) -> Kernel:
                         phase = i32(phase ^ 1)
                 acc = drain(acc)
                 if stop == steps:
-                    weight = ((tile % pairs) * CLUSTER + rank) * BW + warp * 16 + (lane & 3) * 2
-                    token = (tile // pairs) * TOKENS + (lane >> 2)
-                    left = i32(min((tile // pairs + 1) * TOKENS, M) - token)
-                    at = y + u64(token) * u64(ldy * 2) + u64(weight * 2)
-                    store(acc, at, u64(ldy * 16), left if weight < N else 0, left if weight + 8 < N else 0)
+                    store(acc, room, lane_at, group + 1, leader, y_map, y_tail,
+                          ((tile % pairs) * CLUSTER + rank) * WEIGHTS + group * 64, (tile // pairs) * TOKENS)
                 else:
                     save(acc, own)
                     raise_flag(own_flag, lane)
                 end = start
+            if leader:
+                stores_done()
         cluster_sync()                      # a block must not exit while the other still signals its barriers
 
-    return Kernel(hopper_gemm_wide, SIGNATURE, threads=config.threads, smem=config.smem, cluster=CLUSTER)
+    return Kernel(hopper_gemm_wide, SIGNATURE, threads=THREADS, smem=config.smem, cluster=CLUSTER)
 
 
 # ---------------------------------------------------------------- host
@@ -336,8 +370,7 @@ class Scratch:
     """Accumulators handed over between blocks, and their flags. For launches of one stream."""
 
     def __init__(self, stream):
-        slot = max(groups * 128 * (tokens // 2) * 4 for groups, tokens in MAX_TOKENS.items())
-        flags = MAX_BLOCKS * 4 * max(MAX_TOKENS)
+        slot, flags = GROUPS * 128 * (MAX_TOKENS // 2) * 4, MAX_BLOCKS * 4 * GROUPS
         self.arena = device.Arena(MAX_BLOCKS * slot + device.array_bytes(flags, np.int32), "GEMM scratch")
         self.flags = self.arena.take(flags, np.int32)
         self.sums = self.arena.take(MAX_BLOCKS * slot // 4, np.float32)
@@ -348,19 +381,24 @@ class Scratch:
 class Plan:
     """y[:rows] = r(x[:rows] W^T) bound to its arrays; see ``hopper_gemm.Plan``."""
 
-    def __init__(self, groups: int, x, weight, y, rows: int, maps: TensorMaps, scratch: Scratch,
+    name = "own:wide"
+
+    def __init__(self, x, weight, y, rows: int, maps: TensorMaps, scratch: Scratch,
                  multiprocessors: int = 132):
         (n, k) = weight.shape
-        reason = refusal(rows, n, k, groups, multiprocessors=multiprocessors)
+        reason = refusal(rows, n, k, multiprocessors=multiprocessors)
         if reason:
             raise ValueError(f"hopper_gemm_wide does not do {n} x {k} at {rows} rows: {reason}")
-        self.name = f"own:{groups}"
-        self.config = config = choose(rows, groups)
+        self.config = config = choose(rows)
         self.kernel = kernel(config)
         self.grid = config.grid(rows, n, multiprocessors)
+        whole = min(CHUNK, config.tokens)
+        ldy = y.strides[0] // 2
         self.arguments = (maps.get(address(x), rows, k, x.strides[0] // 2, config.tokens // 2),
-                          maps.get(address(weight), n, k, weight.strides[0] // 2, config.weights),
-                          address(y), rows, n, k, y.strides[0] // 2, address(scratch.sums), address(scratch.flags))
+                          maps.get(address(weight), n, k, weight.strides[0] // 2, WEIGHTS),
+                          maps.get(address(y), rows, n, ldy, whole),
+                          maps.get(address(y), rows, n, ldy, config.tokens % CHUNK or whole),
+                          rows, n, k, address(scratch.sums), address(scratch.flags))
         self._keep = (x, weight, y, maps, scratch)
 
     def __call__(self, stream, pdl: bool = False) -> None:
@@ -369,6 +407,5 @@ class Plan:
 
 def kernels() -> dict:
     """Some configurations for the resource budget: {name: (Kernel, [cc], registers at entry, spilled bytes)}."""
-    return {f"hopper_gemm_wide_{groups * 64}x{tokens}": (kernel(Config(groups, tokens)), [(9, 0, "a")],
-                                                         65536 // ((groups + 1) * 128) // 8 * 8, 0)
-            for groups, tokens in ((2, 144), (2, 208), (2, 256), (3, 144), (3, 192))}
+    return {f"hopper_gemm_wide_{tokens}": (kernel(Config(tokens)), [(9, 0, "a")], 65536 // THREADS // 8 * 8, 0)
+            for tokens in (128, 144, 160, 192, 208, 256)}

@@ -13,9 +13,16 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 
-from jev_kernels import device
-from jev_kernels.gemm import OWN, WIDE, Gemm
+from numba.cuda import types
+
+from jev_kernels import device, hopper_gemm, hopper_gemm_wide
+from jev_kernels.gemm import OWN, RANDOM, WIDE, Gemm
+from jev_kernels.graph import capture
+from jev_kernels.launch import Kernel
+from jev_kernels.ptx import pdl_launch, pdl_wait, ptx
+from jev_kernels.ptx_device import i64
 
 # N x K and how many of them a forward pass runs
 MODELS = {
@@ -52,9 +59,62 @@ def row(gemm: Gemm, n: int, k: int, m: int, copy_rate: float, tflops: float) -> 
     best = min(blas, key=blas.get, default=None)
     floor = max(2 * (n * k + m * k + m * n) / copy_rate, 2 * n * k * m / (tflops * 1e12)) * 1e6
     used = min((times[name] for name in admitted), default=float("nan"))
-    return {"n": n, "k": k, "rows": m, **{name: times.get(name) for name in (OWN, *WIDE)}, "cublaslt": blas.get(best),
-            "algorithm": best, "first": times.get(first), "floor": floor, "share": floor / used,
-            "candidates": len(found), "refused": [c.algorithm for c in found if c.differing], "best": used}
+    return {"n": n, "k": k, "rows": m, OWN: times.get(OWN), WIDE: times.get(WIDE),
+            "cublaslt": blas.get(best), "algorithm": best, "first": times.get(first), "floor": floor,
+            "share": floor / used, "candidates": len(found), "best": used,
+            "refused": [c.algorithm for c in found if c.differing]}
+
+
+clock = ptx("clock", i64, (), "mov.u64 $0, %clock64;", "=l")
+
+
+def spacer(cycles):
+    """Stands for the small kernels between two GEMMs: busy for ``cycles``, memory idle."""
+    pdl_launch()
+    pdl_wait()
+    start = clock()
+    while clock() - start < cycles:
+        pass
+
+
+def chain(gemm: Gemm, m: int, layers: int = 6, repeats: int = 5) -> None:
+    """us a layer of 27B's linear attention kind, its GEMMs by our kernels with spacers between them, in one graph under
+    programmatic dependent launch, for several amounts of W fetched ahead into the L2 cache."""
+    parts = [(5120, 6144, 14000), (34816, 5120, 5000), (5120, 17408, 3500), (16480, 5120, 5000)]      # cycles before
+    spin = Kernel(spacer, types.void(types.int64), threads=128)
+    size = sum(device.array_bytes((n, k)) for n, k, _ in parts)
+    with device.Arena(layers * size + 4 * device.array_bytes((m, 34816)), "a chain of GEMMs") as arena:
+        weights = [[arena.take((n, k)) for n, k, _ in parts] for _ in range(layers)]
+        out = [arena.take((m, 34816)) for _ in range(2)]
+        for i, w in enumerate(w for layer in weights for w in layer):
+            RANDOM(gemm.stream, 1056, w, i, 0.0)
+        RANDOM(gemm.stream, 1056, out[0], 99, 0.0)
+        name, module = (OWN, hopper_gemm) if m <= hopper_gemm.MAX_ROWS else (WIDE, hopper_gemm_wide)
+        graphs = {}
+        for laps in (None, 0, 0.5, 1, 2):                     # None: no dependent launch
+            plans = [[gemm.bind(name, out[0][:, :k], w, out[1][:, :n], m) for w, (n, k, _) in zip(layer, parts)]
+                     for layer in weights]
+            for plan in (p for layer in plans for p in layer):
+                plan.kernel = module.kernel(replace(plan.config, ahead=int((laps or 0) * plan.config.stages)))
+
+            def launch():
+                for layer in plans:
+                    for plan, (_, _, cycles) in zip(layer, parts):
+                        spin(gemm.stream, 100, cycles, pdl=laps is not None)
+                        plan(gemm.stream, pdl=laps is not None)
+            launch()
+            gemm.stream.synchronize()
+            graphs[laps] = capture(gemm.stream, launch, keep=(plans,)), []
+        for turn in range(repeats + 1):
+            for graph, times in graphs.values():
+                start = device.Event().record(gemm.stream)
+                graph.launch(gemm.stream)
+                end = device.Event().record(gemm.stream)
+                end.synchronize()
+                times.append(start.milliseconds_to(end) * 1e3 / layers)
+        print(f"chain at {m} rows, us a layer (bytes alone: {size / 4.26e6:.1f}): " + ", ".join(
+            f"{'no PDL' if laps is None else f'{laps} laps ahead'} {sorted(times[1:])[repeats // 2]:.1f}"
+            for laps, (_, times) in graphs.items()), flush=True)
 
 
 def main(arguments=None) -> None:
@@ -62,14 +122,17 @@ def main(arguments=None) -> None:
     parser.add_argument("--model", choices=MODELS, default="27b")
     parser.add_argument("--rows", default="64,96,107,128,192,256,320,384,512,1024,2334,3399")
     parser.add_argument("--tflops", type=float, default=790.0, help="matrix rate of the GPU, for the floor")
+    parser.add_argument("--chain", default="", help="rows at which a layer's GEMMs are also timed as a chain")
     parser.add_argument("--json", help="also write everything here")
     options = parser.parse_args(arguments)
     gpu = device.find_device()
     gemm = Gemm(gpu)
+    for m in (int(m) for m in options.chain.split(",") if m):
+        chain(gemm, m)
     copy_rate = bandwidth(gemm.stream)
     print(f"{gpu}; cuBLASLt {gemm.blas.version}; copy {copy_rate / 1e12:.2f} TB/s; matrix rate taken "
           f"{options.tflops:.0f} TFLOP/s", flush=True)
-    print(f"{'N x K':>14} {'rows':>5} {'own':>8} {'own:2':>8} {'own:3':>8} {'cublasLt':>8} {'first':>8} {'floor':>8} "
+    print(f"{'N x K':>14} {'rows':>5} {'own':>8} {'own:wide':>8} {'cublasLt':>8} {'first':>8} {'floor':>8} "
           f"{'share':>6}  bits", flush=True)
     rows, results = [int(m) for m in options.rows.split(",")], []
     started = time.perf_counter()
@@ -78,7 +141,7 @@ def main(arguments=None) -> None:
         for m in rows:
             r = row(gemm, n, k, m, copy_rate, options.tflops)
             results.append(r)
-            cells = " ".join(f"{r[w]:8.1f}" if r[w] else "       -" for w in (OWN, *WIDE, "cublaslt", "first"))
+            cells = " ".join(f"{r[w]:8.1f}" if r[w] else "       -" for w in (OWN, WIDE, "cublaslt", "first"))
             print(f"{n:>6} x {k:<5} {m:>5} {cells} {r['floor']:8.1f} {r['share']:6.2f}  "
                   f"{r['candidates'] - len(r['refused'])} of {r['candidates']}"
                   f"{''.join(' REFUSED ' + a for a in r['refused'] if a.startswith(OWN))}", flush=True)
