@@ -186,16 +186,17 @@ class Config:
         return -(-blocks // self.cluster) * self.cluster
 
 
-def choose(m: int, n: int, multiprocessors: int = 132) -> Config:
-    """The configuration for m <= 128 tokens: one slab per multiprocessor, and as many stages as fit.
+def choose(n: int, multiprocessors: int = 132) -> Config:
+    """The configuration for n weight rows: one slab per multiprocessor, and as many stages as fit.
 
+    The same for 1 as for 128 tokens: one for at most 64 would be no faster than memory, and one more to compile.
     Clusters stay at 2: an H200 holds 66 clusters of 2 (all 132 multiprocessors) but only 30 of 4.
     """
     bn = -(-n // (multiprocessors * 8)) * 8
-    split = m > 64 and bn < 96                      # small slabs: halve the tokens, double the slab
+    split = bn < 96                                 # small slabs: halve the tokens, double the slab
     if split:
         bn = -(-n // (multiprocessors // 2 * 16)) * 16
-    groups = 1 if split else -(-m // 64)
+    groups = 1 if split else 2
     slices = 2 if bn < 96 else 1
     stage = Config(bn, groups, 1, 2 if split else 1, slices, split).stage_bytes
     return Config(bn, groups, (SMEM_LIMIT - 1024) // (stage + 16), 2 if split else 1, slices, split)
@@ -209,7 +210,7 @@ def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: 
         return f"1 to {MAX_ROWS} rows, not {m}"
     if n < 8 or n % 8:
         return f"N must be a multiple of 8, not {n}"
-    config = choose(m, n, multiprocessors)
+    config = choose(n, multiprocessors)
     if config.bn > MAX_SLAB:
         return f"N = {n} is more than {MAX_SLAB} weight rows for each of {multiprocessors} multiprocessors"
     if k < 64 or k % (64 * config.slices):
@@ -413,7 +414,7 @@ class Plan:
         reason = refusal(rows, n, k, multiprocessors=multiprocessors)
         if reason:
             raise ValueError(f"hopper_gemm does not do {n} x {k} at {rows} rows: {reason}")
-        self.config = config = choose(rows, n, multiprocessors)
+        self.config = config = choose(n, multiprocessors)
         self.kernel = kernel(config)
         self.grid = config.grid(n)
         x_rows = config.x_rows(rows)
@@ -433,10 +434,9 @@ def kernels() -> dict:
     """
     found = {}
     for n in (16480, 14336, 5120, 34816, 12352, 10240, 4096, 24576):
-        for m in (64, 128):
-            config = choose(m, n)
-            warps = -(-config.threads // 128) * 4                # registers are given to warps in fours
-            limit = min(255, 65536 // (warps * 32) // 8 * 8)
-            found[f"hopper_gemm_{config.bn}x{config.groups * 64}{'_split' if config.split else ''}"] = (
-                kernel(config), [(9, 0, "a")], limit, 0)
+        config = choose(n)
+        warps = -(-config.threads // 128) * 4                    # registers are given to warps in fours
+        limit = min(255, 65536 // (warps * 32) // 8 * 8)
+        found[f"hopper_gemm_{config.bn}x{config.groups * 64}{'_split' if config.split else ''}"] = (
+            kernel(config), [(9, 0, "a")], limit, 0)
     return found

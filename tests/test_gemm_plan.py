@@ -37,7 +37,7 @@ class Fake:
 @pytest.mark.parametrize("multiprocessors", [114, 132])
 def test_configuration_covers_the_product(n, k, m, multiprocessors):
     assert hopper_gemm.refusal(m, n, k, multiprocessors=multiprocessors) is None
-    c = hopper_gemm.choose(m, n, multiprocessors)
+    c = hopper_gemm.choose(n, multiprocessors)
     assert c.smem <= hopper_gemm.SMEM_LIMIT and c.stages >= 3
     assert k % (64 * c.slices) == 0
     assert c.bn % 8 == 0 and (c.w_rows * 128) % 1024 == 0                  # parts of a tile start at swizzle atoms
