@@ -279,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument("--" + f.name.replace("_", "-"), help=f"{f.metadata['help']} (default: {f.default})")
     flags = vars(parser.parse_args(argv))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     try:
         settings = GatewaySettings.from_environment(os.environ, **flags)
         sock = bind(*settings.address())
