@@ -16,7 +16,8 @@ from numba.cuda.core import config
 from numba.cuda.np import numpy_support
 
 if config.ENABLE_CUDASIM:
-    from jev_kernels.ptx_sim import register
+    from jev_kernels import simulator
+    from jev_kernels.simulator import register
 
 _CTYPES = {types.int32: ctypes.c_int32, types.uint32: ctypes.c_uint32, types.int64: ctypes.c_int64,
            types.uint64: ctypes.c_uint64, types.float32: ctypes.c_float, types.float64: ctypes.c_double}
@@ -187,11 +188,10 @@ class Kernel:
         if len(args) != len(self.signature.args):
             raise TypeError(f"{self.name} takes {len(self.signature.args)} arguments, got {len(args)}")
         if config.ENABLE_CUDASIM:
-            from jev_kernels import ptx_sim
             if self.cluster > 1:
                 raise NotImplementedError(f"{self.name} runs in clusters of {self.cluster}: not simulated")
             args = [simulated_argument(t, a) for t, a in zip(self.signature.args, args)]
-            ptx_sim.launch(self.function, grid, self.threads, self.smem, args)
+            simulator.launch(self.function, grid, self.threads, self.smem, args)
             return
         from cuda.bindings import driver
         handle = self.handle()

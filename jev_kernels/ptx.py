@@ -1,8 +1,8 @@
 """Tensor-core, async-copy and warp instructions as Numba intrinsics, one PTX statement each.
 
 ``ptx(name, ret, args, text, constraints)`` makes an intrinsic. Operand types are scalars or ``(type, n)``: n registers,
-a tuple in Python. Under the CUDA simulator (``NUMBA_ENABLE_CUDASIM=1``) the same names come from ``ptx_sim``, where
-they are plain Python.
+a tuple in Python. Under the simulator (``NUMBA_ENABLE_CUDASIM=1``) the same names come from ``ptx_sim``, in
+plain Python.
 
 Shared-memory addresses are int32 throughout: in Numba uint32 + uint32 is uint64 and uint64 + int64 is float64, so
 unsigned address arithmetic goes wrong silently. int32 + int32 is int64, which is harmless in expressions (LLVM narrows

@@ -20,7 +20,7 @@ if config.ENABLE_CUDASIM:
     pytest.skip("compiles for real: not under NUMBA_ENABLE_CUDASIM", allow_module_level=True)
 nvjitlink = pytest.importorskip("cuda.bindings.nvjitlink")
 
-MODULES = sorted(m.name for m in pkgutil.iter_modules(jev_kernels.__path__) if m.name != "ptx_sim")
+MODULES = sorted(m.name for m in pkgutil.iter_modules(jev_kernels.__path__) if m.name not in ("ptx_sim", "simulator"))
 
 
 def registered() -> list:

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import launch, ptx, ptx_sim
+from jev_kernels import launch, ptx, simulator
 from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import f32, i32, u32, u64
 
@@ -52,7 +54,7 @@ def test_a_missing_barrier_shows_in_one_order(monkeypatch):
 
     results = []
     for schedule in ("forward", "backward"):
-        monkeypatch.setattr(ptx_sim, "SCHEDULE", schedule)
+        monkeypatch.setattr(simulator, "SCHEDULE", schedule)
         out = np.zeros(32, np.float32)
         run(kernel, out)
         results.append(out)
@@ -242,3 +244,9 @@ def test_argument_packing():
     values, ctyp = launch.pack_argument(types.uint16[:, ::1], Array())
     assert values == [0, 0, 15, 2, 4096, 3, 5, 10, 2] and len(ctyp) == 9 and ctyp[2] is ctypes.c_int64
     assert launch.pack_argument(types.float32, 1.5) == ([1.5], [ctypes.c_float])
+
+
+def test_the_simulation_has_every_instruction():
+    source = Path(launch.__file__).with_name("ptx_device.py").read_text()
+    names = re.findall(r"^(\w+) = ptx\(", source, re.M) + re.findall(r"^def (\w+)\(", source, re.M)
+    assert len(names) > 90 and not [n for n in names if not hasattr(ptx, n)]
