@@ -13,14 +13,17 @@ it is used (``gemm.py``): the bits are those of cuBLASLt's non-split kernels, an
   - x has to reach every multiprocessor, and for small N that costs more than W itself: a 128 x 40 tile takes in 168
     rows per slice, a 64 x 80 tile only 144. ``split`` kernels use the latter: a pair of blocks (a cluster) halves the
     tokens and shares a slab, each loading half of it and multicasting it to both.
-  - Programmatic dependent launch: the ring's first lap of W is fetched before the wait for the previous kernel.
+  - Programmatic dependent launch: the ring's first lap of W (27 MB over all blocks, 6 us of memory time) is fetched
+    before the wait for the previous kernel. Sending half a lap to two laps more to the L2 cache at that point made a
+    chain slower (217, 220, 222 us a layer against 215 without), so nothing more is prefetched.
 
 Ring protocol, per stage
     full  = "the bytes have landed":   1 arrival (the producer's) + the announced transaction bytes
     empty = "everybody has read them": 1 arrival per consumer warp of every block of the cluster
 
-One H200, M = 107, us a launch (PDL: in a chain of itself): 5120 x 17408 48.2 / PDL 46.7, 5120 x 6144 19.6 / 18.3,
-16480 x 5120 46.4 / 43.7, 34816 x 5120 93.3 / 90.5, 14336 x 5120 40.3 / 38.2: ``tools/bench_gemm.py`` measures again.
+One H200, M = 107, us a launch with programmatic dependent launch (this / best cuBLASLt of the same bits): 5120 x 17408
+47.2 / 71.1, 5120 x 6144 18.8 / 20.0, 16480 x 5120 44.1 / 45.4, 34816 x 5120 91.5 / 94.7, 14336 x 5120 38.6 / 40.0;
+``tools/bench_gemm.py`` measures again.
 
 Source: PTX ISA (wgmma, cp.async.bulk.tensor, mbarrier), CUDA driver API (tensor maps).
 """
@@ -40,9 +43,9 @@ from jev_kernels import device
 from jev_kernels.launch import Kernel, address, check
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, i32, mbar_arrive_at, mbar_expect,
                              mbar_fence, mbar_init, mbar_wait, pdl_launch, pdl_wait, smem_addr, tma_load, tma_multicast,
-                             tma_prefetch, u64)
+                             u64)
 
-MAX_ROWS = 128                          # tokens; above, cuBLASLt is the better tool
+MAX_ROWS = 128                          # tokens; above, see hopper_gemm_wide.py and cuBLASLt
 MAX_SLAB = 320                          # weight rows of a block: 160 accumulators a thread
 SMEM_LIMIT = 227 * 1024
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -143,15 +146,13 @@ def make_wgmma(bn, slices, a_step, b_step):
 class Config:
     """bn weight rows a slab, ``groups`` warpgroups of 64 tokens a block, ``stages`` ring slots of ``slices`` x 64 k,
     ``cluster`` blocks a cluster. split: the cluster's blocks share one slab and divide the tokens (W is multicast);
-    otherwise each has its own slab and all tokens (x is multicast). ahead: stages of W, past the ring's first lap, that
-    go to the L2 cache before the wait for the previous kernel."""
+    otherwise each has its own slab and all tokens (x is multicast)."""
     bn: int
     groups: int
     stages: int
     cluster: int = 1
     slices: int = 1
     split: bool = False
-    ahead: int = 0
 
     @property
     def w_rows(self) -> int:
@@ -226,8 +227,8 @@ SIGNATURE = types.void(u64, u64, u64, i32, i32, i32, i32, i32)
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x and W, address of y, M, N, K,
     rows of x that each block loads, elements between rows of y."""
-    BN, GROUPS, STAGES, CL, SLICES, SPLIT, AHEAD = (config.bn, config.groups, config.stages, config.cluster,
-                                                    config.slices, config.split, config.ahead)
+    BN, GROUPS, STAGES, CL, SLICES, SPLIT = (config.bn, config.groups, config.stages, config.cluster, config.slices,
+                                             config.split)
     XS = GROUPS * 64 * 128                  # bytes of one x slice (64-wide K slice = 128 bytes a row)
     WS = BN * 128                           # ... and of one W slice; both multiples of 1024
     SB = config.stage_bytes
@@ -248,12 +249,6 @@ def kernel(config: Config) -> Kernel:
                     tma_multicast(at, w_map, (k * SLICES + c) * 64, row + b * BOX, bar, MASK, policy)
                 else:
                     tma_load(at, w_map, (k * SLICES + c) * 64, row + b * BOX, bar, policy)
-
-    @cuda.jit(device=True, inline="always")
-    def prefetch_w(w_map, k, row):
-        for c in range(SLICES):
-            for b in range(WROWS // BOX):
-                tma_prefetch(w_map, (k * SLICES + c) * 64, row + b * BOX)
 
     @cuda.jit(device=True, inline="always")
     def load_x(dst, x_map, k, row, skip, bar, policy):
@@ -299,8 +294,6 @@ def kernel(config: Config) -> Kernel:
                 for k in range(lap):
                     mbar_expect(full + k * 8, expect)
                     load_w(ring + k * SB, w_map, k, w_row, w_skip, full + k * 8, once)
-                for k in range(lap, min(i32(lap + AHEAD), steps)):
-                    prefetch_w(w_map, k, w_row)
                 pdl_wait()
                 for k in range(lap):
                     load_x(ring + k * SB, x_map, k, x_row, x_skip, full + k * 8, again)

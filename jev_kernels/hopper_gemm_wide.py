@@ -21,6 +21,11 @@ Hand-over between blocks: float32 accumulators in ``scratch`` and one flag a war
 warp that has read it, so a launch finds all flags clear. Launches that share scratch must not overlap: they are ordered
 by the stream, and under programmatic dependent launch nothing is written before the wait for the previous kernel.
 
+One H200, us a launch (this / best admitted cuBLASLt), 34816 x 5120: 110.5 / 126.5 at 192 rows, 115.9 / 120.7 at 208,
+146 / 129 at 256, 170 / 183 at 320, 246 / 259 at 448; 14336 x 5120: 94.7 / 101 at 448. It loses where cuBLASLt has a
+tile that fills whole rounds (256, 384, 512 rows): a step takes longer here, probably because blocks stand at different
+k and share fewer reads of x in the L2 cache; and at N = 5120, which has too few tiles. Timing decides (``gemm.py``).
+
 Source: PTX ISA; the idea of equal K ranges is Stream-K (Osama et al., 2023), with the order of addition kept.
 """
 from __future__ import annotations
@@ -39,7 +44,7 @@ from jev_kernels.hopper_gemm import F32, I32, I64, SMEM_LIMIT, TensorMaps, make_
 from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, fewer_registers, i32, mbar_arrive_at,
                              mbar_expect, mbar_fence, mbar_init, mbar_wait, more_registers, pdl_launch, pdl_wait, ptx,
-                             smem_addr, tma_load, tma_multicast, tma_prefetch, u64, uniform, void)
+                             smem_addr, tma_load, tma_multicast, u64, uniform, void)
 
 GROUPS = 2                              # consumer warpgroups of 64 weight rows (three, up to 192 tokens, were slower)
 WEIGHTS = GROUPS * 64                   # weight rows of a block's tile
@@ -66,10 +71,8 @@ lower_flag = ptx("lower_flag", void, (u64, i32),                            # (f
 
 @dataclass(frozen=True)
 class Config:
-    """``tokens`` of a tile (a multiple of 16, at most 256); ``ahead``: K steps of W, past the ring's first lap, that go
-    to the L2 cache before the wait for the previous kernel."""
+    """``tokens`` of a tile (a multiple of 16, at most 256)."""
     tokens: int
-    ahead: int = 0
 
     @property
     def stage_bytes(self) -> int:
@@ -222,7 +225,7 @@ SIGNATURE = types.void(u64, u64, u64, u64, i32, i32, i32, u64, u64)
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x, of W and of y (whole chunks, last
     chunk), M, N, K, addresses of scratch and of its flags."""
-    TOKENS, STAGES, AHEAD = config.tokens, config.stages, config.ahead
+    TOKENS, STAGES = config.tokens, config.stages
     WS = WEIGHTS * 128                      # bytes of a slice of W; a multiple of 1024
     SB = config.stage_bytes
     HALF = TOKENS // 2                      # token rows that each block of the pair loads; whole 8-row swizzle atoms
@@ -289,8 +292,6 @@ def kernel(config: Config) -> Kernel:
                         for s in range(lap):
                             mbar_expect(full + s * 8, SB)
                             tma_load(ring + s * SB, w_map, (k + s) * 64, w_row, full + s * 8, once)
-                        for s in range(lap, min(i32(lap + AHEAD), i32(stop - k))):
-                            tma_prefetch(w_map, (k + s) * 64, w_row)
                         pdl_wait()
                         for s in range(lap):
                             tma_multicast(ring + s * SB + WS + rank * (HALF * 128), x_map, (k + s) * 64, x_row,

@@ -13,13 +13,13 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 
 from numba.cuda import types
 
-from jev_kernels import device, hopper_gemm, hopper_gemm_wide
+from jev_kernels import device
 from jev_kernels.gemm import OWN, RANDOM, WIDE, Gemm
 from jev_kernels.graph import capture
+from jev_kernels.hopper_gemm import MAX_ROWS
 from jev_kernels.launch import Kernel
 from jev_kernels.ptx import pdl_launch, pdl_wait, ptx
 from jev_kernels.ptx_device import i64
@@ -77,50 +77,46 @@ def spacer(cycles):
         pass
 
 
-def chain(gemm: Gemm, m: int, layers: int = 6, repeats: int = 5) -> None:
-    """us a layer of 27B's linear attention kind, its GEMMs by our kernels with spacers between them, in one graph under
-    programmatic dependent launch, for several amounts of W fetched ahead into the L2 cache."""
+def chain(gemm: Gemm, m: int, layers: int = 6, repeats: int = 5) -> dict:
+    """us a layer of 27B's linear attention kind: its GEMMs by our kernels with spacers between them, in one graph, with
+    and without programmatic dependent launch."""
     parts = [(5120, 6144, 14000), (34816, 5120, 5000), (5120, 17408, 3500), (16480, 5120, 5000)]      # cycles before
     spin = Kernel(spacer, types.void(types.int64), threads=128)
     size = sum(device.array_bytes((n, k)) for n, k, _ in parts)
     with device.Arena(layers * size + 4 * device.array_bytes((m, 34816)), "a chain of GEMMs") as arena:
         weights = [[arena.take((n, k)) for n, k, _ in parts] for _ in range(layers)]
-        out = [arena.take((m, 34816)) for _ in range(2)]
+        x, y = (arena.take((m, 34816)) for _ in range(2))
         for i, w in enumerate(w for layer in weights for w in layer):
             RANDOM(gemm.stream, 1056, w, i, 0.0)
-        RANDOM(gemm.stream, 1056, out[0], 99, 0.0)
-        name, module = (OWN, hopper_gemm) if m <= hopper_gemm.MAX_ROWS else (WIDE, hopper_gemm_wide)
-        graphs = {}
-        for laps in (None, 0, 0.5, 1, 2):                     # None: no dependent launch
-            plans = [[gemm.bind(name, out[0][:, :k], w, out[1][:, :n], m) for w, (n, k, _) in zip(layer, parts)]
-                     for layer in weights]
-            for plan in (p for layer in plans for p in layer):
-                plan.kernel = module.kernel(replace(plan.config, ahead=int((laps or 0) * plan.config.stages)))
+        RANDOM(gemm.stream, 1056, x, 99, 0.0)
+        name = OWN if m <= MAX_ROWS else WIDE
+        plans = [(gemm.bind(name, x[:, :k], w, y[:, :n], m), cycles)
+                 for layer in weights for w, (n, k, cycles) in zip(layer, parts)]
 
-            def launch():
-                for layer in plans:
-                    for plan, (_, _, cycles) in zip(layer, parts):
-                        spin(gemm.stream, 100, cycles, pdl=laps is not None)
-                        plan(gemm.stream, pdl=laps is not None)
-            launch()
-            gemm.stream.synchronize()
-            graphs[laps] = capture(gemm.stream, launch, keep=(plans,)), []
-        for turn in range(repeats + 1):
+        def launch(pdl):
+            for plan, cycles in plans:
+                spin(gemm.stream, 100, cycles, pdl=pdl)
+                plan(gemm.stream, pdl=pdl)
+        launch(True)
+        gemm.stream.synchronize()
+        graphs = {pdl: (capture(gemm.stream, lambda: launch(pdl)), []) for pdl in (False, True)}
+        for _ in range(repeats + 1):
             for graph, times in graphs.values():
                 start = device.Event().record(gemm.stream)
                 graph.launch(gemm.stream)
                 end = device.Event().record(gemm.stream)
                 end.synchronize()
                 times.append(start.milliseconds_to(end) * 1e3 / layers)
-        print(f"chain at {m} rows, us a layer (bytes alone: {size / 4.26e6:.1f}): " + ", ".join(
-            f"{'no PDL' if laps is None else f'{laps} laps ahead'} {sorted(times[1:])[repeats // 2]:.1f}"
-            for laps, (_, times) in graphs.items()), flush=True)
+        found = {pdl: sorted(times[1:])[repeats // 2] for pdl, (_, times) in graphs.items()}
+    print(f"a layer's GEMMs and spacers at {m} rows: {found[False]:.1f} us, with dependent launch {found[True]:.1f}; "
+          f"its weights are {size / 1e6:.0f} MB", flush=True)
+    return found
 
 
 def main(arguments=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="27b")
-    parser.add_argument("--rows", default="64,96,107,128,192,256,320,384,512,1024,2334,3399")
+    parser.add_argument("--rows", default="64,107,128,160,192,224,256,320,384,448,512,1024,2334,3399")
     parser.add_argument("--tflops", type=float, default=790.0, help="matrix rate of the GPU, for the floor")
     parser.add_argument("--chain", default="", help="rows at which a layer's GEMMs are also timed as a chain")
     parser.add_argument("--json", help="also write everything here")
