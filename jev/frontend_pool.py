@@ -1,8 +1,8 @@
 """The gateway's side of its workers: connections that keep time, and the choice of a worker.
 
-urllib3 supplies the HTTP client (one `HTTPConnection` per socket, its response and header objects). Its pools and
-its `urlopen` are left aside: they normalise the target, and their time-outs are per read, so that a worker sending
-one byte a second would never be late. Here a socket carries one deadline for the whole exchange.
+urllib3 supplies the HTTP client: connecting, TLS, sending a request, telling a dropped connection from a good one. Its
+pools and its `urlopen` are left aside: they normalise the target, and their time-outs are per read, so that a worker
+sending one byte a second would never be late. Here a socket carries one deadline for the whole exchange.
 
 Nothing is sent twice. `exchange` separates the two ways in which a request fails: `Unreachable` means that no byte
 of it left this process, and only then may another worker have it; after the first byte the failure is final,
@@ -25,7 +25,6 @@ from urllib.parse import urlsplit
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
-from urllib3.response import HTTPResponse
 from urllib3.util import SKIP_HEADER
 
 logger = logging.getLogger("jev.frontend")
@@ -203,15 +202,23 @@ class _Response(http.client.HTTPResponse):
         return size
 
 
-class _Connection(HTTPConnection):
+class _Plain:
+    """What both kinds of connection have in common."""
+
     response_class = _Response
 
+    def getresponse(self) -> _Response:
+        # Past urllib3's own response, which would parse and copy once more what is parsed already.
+        return http.client.HTTPConnection.getresponse(self)
+
+
+class _Connection(_Plain, HTTPConnection):
     def _new_conn(self) -> socket.socket:
         return _Socket(fileno=super()._new_conn().detach())
 
 
-class _TLSConnection(HTTPSConnection):
-    response_class = _Response
+class _TLSConnection(_Plain, HTTPSConnection):
+    pass
 
 
 class _Headers:
@@ -303,17 +310,19 @@ class Worker:
 
     @staticmethod
     def _receive(connection: HTTPConnection, limit: int) -> Answer:
-        response: HTTPResponse = connection.getresponse()
+        response: _Response = connection.getresponse()
         try:
-            if (response.length_remaining or 0) > limit:
+            if (response.length or 0) > limit:
                 raise ExchangeFailed("the worker's answer is too large")
             blocks, size = [], 0
-            while block := response.read(min(BLOCK_BYTES, limit + 1 - size), decode_content=False):
+            while block := response.read(min(BLOCK_BYTES, limit + 1 - size)):
                 size += len(block)
                 if size > limit:
                     raise ExchangeFailed("the worker's answer is too large")
                 blocks.append(block)
-            return Answer(response.status, response.reason, end_to_end(response.headers.iteritems()), b"".join(blocks))
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
+            return Answer(response.status, response.reason, end_to_end(response.headers.items()), b"".join(blocks))
         finally:
             response.close()
 

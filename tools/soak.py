@@ -18,6 +18,7 @@ import itertools
 import json
 import random
 import socket
+import statistics
 import struct
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from tests.faults.harness import (  # noqa: E402
 from tests.faults.hostile import bodies, largest  # noqa: E402
 
 PLACES = 8
+STEADY_BYTES = 16 * MIB
 
 
 class Soak:
@@ -208,6 +210,13 @@ def soak(folder: Path, worker: Process, gateway: Process, args: argparse.Namespa
         grown = process.footprint.resident - before[name].resident
         if grown > GROWTH_BYTES:
             run.wrong.append(f"{name} grew by {grown / MIB:.1f} MiB")
+        quarter = len(samples) // 4
+        if quarter >= 3:  # by then it has the size that it keeps
+            third, last = (statistics.median(s[name]["resident"] for s in part)
+                           for part in (samples[-2 * quarter : -quarter], samples[-quarter:]))
+            print(f"{name}: {(last - third) / MIB:+.1f} MiB from the third quarter to the last (medians)")
+            if last - third > STEADY_BYTES:
+                run.wrong.append(f"{name} was still growing at the end")
     for what in ("raise", "nan", "memory"):
         (folder / what).unlink(missing_ok=True)
     if answers(ask(gateway.port)) != run.right:

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIB = 2**20
 # What a process may have grown by at the end of a case: allocator slack, not what a leak of bodies would leave.
-GROWTH_BYTES = 48 * MIB
+GROWTH_BYTES = 64 * MIB
 
 GOOD = {"state": "The parcel left the depot at nine. \u00e9\u4e2d", "questions": {
     "late": {"type": "noul", "instructions": "Is it late?"},
