@@ -1,9 +1,9 @@
 """BF16 held in uint16: what the numbers are, in NumPy's integer arithmetic, and the device functions that agree.
 
-A BF16 value is the upper half of a float32: sign, 8 exponent bits, 7 fraction bits. ``from_float32`` is the definition of
-rounding in this project: to the nearest, ties to the even neighbour, subnormals kept, overflow to infinity, and every
-NaN becomes ``NAN``. That is what the GPU's conversion instruction gives too, so that the two can be compared over all
-2^32 float32 patterns without an exception (``tests/gpu/test_bf16.py`` does).
+A BF16 value is the upper half of a float32: sign, 8 exponent bits, 7 fraction bits. ``from_float32`` is the definition
+of rounding in this project: to the nearest, ties to the even neighbour, subnormals kept, overflow to infinity, and
+every NaN becomes ``NAN``. That is what the GPU's conversion instruction gives too, so that the two can be compared over
+all 2^32 float32 patterns without an exception (``tests/gpu/test_bf16.py`` does).
 """
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def from_float32(x) -> np.ndarray:
     if x.dtype != np.float32:
         raise TypeError(f"from_float32 takes float32, got {x.dtype}")
     bits = x.view(np.uint32)
-    # Half an ulp less one, plus one more when the kept part is odd. A carry runs into the exponent, which is right: from
-    # the largest subnormal to the smallest normal number, and from the largest finite number to infinity.
+    # Half an ulp less one, plus one more when the kept part is odd. A carry runs into the exponent, which is right:
+    # from the largest subnormal to the smallest normal number, and from the largest finite number to infinity.
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), np.uint32(NAN), rounded).astype(np.uint16)
 
@@ -61,7 +61,7 @@ def round_float64(x) -> np.ndarray:
 
 
 def pack_pairs(x) -> np.ndarray:
-    """uint16 [..., 2n] as uint32 [..., n]: the first of each pair in the low half, as registers and memory hold them."""
+    """uint16 [..., 2n] as uint32 [..., n]: the first of a pair in the low half, as registers and memory hold them."""
     x = np.asarray(x)
     return x[..., 0::2].astype(np.uint32) | (x[..., 1::2].astype(np.uint32) << np.uint32(16))
 
@@ -99,7 +99,7 @@ def access(vector: bool):
     """Device functions (load8, load8_once, store8) for eight BF16 values as four registers of two.
 
     load8(address, n): the values at ``address``; n of them count, the others are 0. store8(address, (a, b, c, d), n).
-    vector: one 16-byte access; the address is a multiple of 16 and n >= 8. Otherwise n accesses of 2 bytes, any address.
+    vector: one 16-byte access; the address is a multiple of 16 and n >= 8. Otherwise n of 2 bytes, at any address.
     """
     if vector:
         @ptx.device_function

@@ -29,7 +29,7 @@ MAX_ROWS = 65535                 # of a launch: rows are the grid's second dimen
 
 @functools.lru_cache(maxsize=None)
 def copy_kernel(vector: bool) -> Kernel:
-    """Blocks (part of the row, row). Parameters: source, its row stride, index, target, its row stride, live count, width."""
+    """Blocks (part of the row, row). Parameters: source, row stride, index, target, row stride, live count, width."""
     _, load8_once, store8 = bf16.access(vector)
 
     def copy_rows_kernel(x_at, x_ld, rows, y_at, y_ld, count, width):
@@ -63,8 +63,8 @@ def embed(stream, table, ids, x, counts, pdl: bool = False) -> None:
 def gather_rows(stream, x, rows, y, counts, pdl: bool = False) -> None:
     """y[:n] = x[rows[:n]], n = counts[LASTS].
 
-    x uint16 [any, width], rows int32 [>= capacity], y uint16 [capacity, width], not overlapping x. Raises ValueError naming
-    the argument that does not fit.
+    x uint16 [any, width], rows int32 [>= capacity], y uint16 [capacity, width], not overlapping x. Raises ValueError
+    naming the argument that does not fit.
     """
     _copy(stream, "x", x, "rows", rows, "y", y, counts, LASTS, pdl)
 

@@ -14,7 +14,7 @@ own arithmetic is the same either way: fma from the oldest tap to the newest, in
 Channels in eights of 16-byte accesses; one by one where pointers, strides or their number rule that out (same bits).
 Gates are few: extra blocks of the same launch compute them, or a launch of their own.
 
-Source: ``Qwen3_5GatedDeltaNet`` of Transformers (``causal_conv1d`` with SiLU; the convolution's output is rounded first).
+Source: ``Qwen3_5GatedDeltaNet`` of Transformers (``causal_conv1d``, whose output is rounded before SiLU).
 """
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gate(a, a_log, dt_bias):
 
 @ptx.device_function
 def convolved(w, e, x0, x1, x2, x3):
-    """r(silu(r(.))) of channel e of eight: taps w[4 e .. 4 e + 3], as pairs, on the values of four rows, oldest first."""
+    """silu(r(.)) of channel e of eight: its taps, the pairs w[2 e], w[2 e + 1], on the values of four rows, oldest first."""
     total = ptx.mul_rn(ptx.low(w[2 * e]), x0)
     total = ptx.fma(ptx.high(w[2 * e]), x1, total)
     total = ptx.fma(ptx.low(w[2 * e + 1]), x2, total)
@@ -66,8 +66,8 @@ def convolved_pair(w, p, x0, x1, x2, x3):
 def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
     """Blocks (channels, rows); with both, the last column of blocks computes the gates.
 
-    Parameters: x, its row stride; w; y, its row stride; parents; channels; then b, its row stride, a, its row stride, A_log,
-    dt_bias, beta, g, heads; live count. What is not computed is not read.
+    Parameters: x, row stride; w; y, row stride; parents; channels; then b, row stride, a, row stride, A_log, dt_bias,
+    beta, g, heads; live count. What is not computed is not read.
     """
     load8, _, store8 = bf16.access(vector)
 
@@ -96,8 +96,8 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
     def parent_of(row, parents):
         return ptx.ldg_i32(parents + u64(row * 4)) if row >= 0 else i32(-1)
 
-    def gdn_conv_kernel(x_at, x_ld, w_at, y_at, y_ld, parents, channels, b_at, b_ld, a_at, a_ld, a_log, dt_bias, beta_at,
-                        g_at, heads, count):
+    def gdn_conv_kernel(x_at, x_ld, w_at, y_at, y_ld, parents, channels, b_at, b_ld, a_at, a_ld, a_log, dt_bias,
+                        beta_at, g_at, heads, count):
         first = i32(i32(cuda.blockIdx.y) * i32(ROWS_A_BLOCK))
         last = i32(min(first + i32(ROWS_A_BLOCK), ptx.ldg_i32(count)))
         if first >= last:
@@ -150,20 +150,21 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
                 x0, x1, x2 = x1, x2, x3
                 row = i32(row + 1)
 
-    return Kernel(gdn_conv_kernel, types.void(u64, i32, u64, u64, i32, u64, i32, u64, i32, u64, i32, u64, u64, u64, u64, i32,
-                                              u64), THREADS)
+    m = (u64, i32)
+    return Kernel(gdn_conv_kernel, types.void(*m, u64, *m, u64, i32, *m, *m, u64, u64, u64, u64, i32, u64), THREADS)
 
 
 # ---------------------------------------------------------------- launchers
 def gdn_conv(stream, x, weight, parents, y, counts, pdl: bool = False) -> None:
     """y[:n] = conv(x[:n]) along ``parents``, n = counts[ROWS].
 
-    x, y uint16 [capacity, channels], not overlapping; weight uint16 [channels, 4], contiguous; parents int32 [>= capacity],
-    -1 at position 0. Raises ValueError naming the argument that does not fit.
+    x, y uint16 [capacity, channels], not overlapping; weight uint16 [channels, 4], contiguous; parents int32
+    [>= capacity], -1 at position 0. Raises ValueError naming the argument that does not fit.
     """
     columns, rows, vector, arguments = _conv(x, weight, parents, y)
     if rows and columns:
-        conv_gates_kernel(vector, True, False)(stream, (columns, rows), *arguments, *(0,) * 9, live(counts, ROWS), pdl=pdl)
+        kernel = conv_gates_kernel(vector, True, False)
+        kernel(stream, (columns, rows), *arguments, *(0,) * 9, live(counts, ROWS), pdl=pdl)
 
 
 def gdn_gates(stream, b, a, a_log, dt_bias, beta, g, counts, pdl: bool = False) -> None:
@@ -216,8 +217,8 @@ def _gates(b, a, a_log, dt_bias, beta, g):
     for name, v in (("beta", beta), ("g", g)):
         if capacity > 1 and v.strides[0] != heads:
             raise ValueError(f"{name} must be contiguous")
-    return _row_blocks("beta", capacity), (b.address, b.strides[0], a.address, a.strides[0], a_log.address, dt_bias.address,
-                                           beta.address, g.address, heads)
+    return _row_blocks("beta", capacity), (b.address, b.strides[0], a.address, a.strides[0], a_log.address,
+                                           dt_bias.address, beta.address, g.address, heads)
 
 
 def _row_blocks(name: str, capacity: int) -> int:

@@ -1,4 +1,4 @@
-"""Launches with what Numba's own launch lacks: clusters, programmatic dependent launch, more than 48 KB of shared memory.
+"""Launches with what Numba's own launch lacks: clusters, programmatic dependent launch, much shared memory.
 
 A ``Kernel`` is a Python function with an explicit Numba signature, compiled for the current device at first use and
 launched through ``cuLaunchKernelEx``. Under the CUDA simulator the same call runs the function there.
@@ -40,7 +40,7 @@ def address(array) -> int:
 
 
 class View(NamedTuple):
-    """An array as launchers see it: address of the first element, shape, strides in elements; the array, to keep it alive."""
+    """An array as launchers see it: address, shape, strides in elements; the array itself, to keep it alive."""
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -108,7 +108,8 @@ def pack_argument(typ, value) -> tuple[list, list]:
     for n in shape:
         count *= n
     flat = [0, 0, count, itemsize, info["data"][0], *shape, *strides]
-    return flat, [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 2 + [ctypes.c_void_p] + [ctypes.c_int64] * (2 * len(shape))
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    return flat, [pointer, pointer, integer, integer, pointer] + [integer] * (2 * len(shape))
 
 
 def simulated_argument(typ, value):
@@ -157,8 +158,10 @@ class Kernel:
 
     def _compile(self, cc, output):
         from numba.cuda import dispatcher
-        asked, dispatcher.get_current_device = dispatcher.get_current_device, lambda: SimpleNamespace(compute_capability=cc[:2])
-        try:                                             # device functions are compiled for the current device: there is none
+        # Numba compiles device functions for the current device, and there may be none.
+        asked = dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=cc[:2])
+        try:
             return cuda.compile(self.function, self.signature, device=False, abi="numba", cc=cc, output=output,
                                 launch_bounds=(self.block_size, self.resident))[0]
         finally:

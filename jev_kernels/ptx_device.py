@@ -87,15 +87,16 @@ def gmem_addr(typingctx, array):
 # D[16x8] += A[16x16] B[16x8], float32 accumulators. With g = lane / 4, t = lane % 4:
 #   D: d0, d1 = row g, columns 2t, 2t+1; d2, d3 = row g + 8.
 #   A: a0 = row g, k 2t, 2t+1; a1 = row g + 8; a2, a3 the same at k + 8.   B: b0 = k 2t, 2t+1, column g; b1: k + 8.
+_MMA = " {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};"
 mma = ptx("mma", (f32, 4), ((f32, 4), (u32, 4), u32, u32),
-          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" + _MMA,
           "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r", pure=True)
 mma16 = ptx("mma16", (f32, 4), ((f32, 4), (u32, 4), u32, u32),                    # the same with float16 operands
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" + _MMA,
             "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r", pure=True)
 # TF32: A[16x8]: a0 = row g, k t; a1 = row g + 8; a2, a3 the same at k + 4.   B[8x8]: b0 = k t, column g; b1: k + 4.
 mma_tf32 = ptx("mma_tf32", (f32, 4), ((f32, 4), (u32, 4), u32, u32),
-               "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};",
+               "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" + _MMA,
                "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r", pure=True)
 tf32 = ptx("tf32", u32, (f32,), "cvt.rna.tf32.f32 $0, $1;", "=r,f", pure=True)
 ldsm = ptx("ldsm", (u32, 4), (i32,),
@@ -106,7 +107,8 @@ transpose8 = ptx("transpose8", u32, (u32,), "movmatrix.sync.aligned.m8n8.trans.b
 
 # ---------------------------------------------------------------- conversions and fast functions
 pack = ptx("pack", u32, (f32, f32), "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", pure=True)   # first in the low half
-pack16 = ptx("pack16", u32, (f32, f32), "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", pure=True)  # float16, clamped
+pack16 = ptx("pack16", u32, (f32, f32),                                              # float16, clamped
+             "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", pure=True)
 low = ptx("low", f32, (u32,), "shl.b32 $0, $1, 16;", "=f,r", pure=True)                     # BF16 pair -> float32
 high = ptx("high", f32, (u32,), "and.b32 $0, $1, 0xffff0000;", "=f,r", pure=True)
 low16 = ptx("low16", f32, (u32,), "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "=f,r", pure=True)
@@ -188,14 +190,15 @@ mbar_init = ptx("mbar_init", void, (i32, i32), "mbarrier.init.shared::cta.b64 [$
 mbar_fence = ptx("mbar_fence", void, (), "fence.mbarrier_init.release.cluster;", "")
 mbar_expect = ptx("mbar_expect", void, (i32, i32), "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r")
 mbar_arrive = ptx("mbar_arrive", void, (i32,), "mbarrier.arrive.shared::cta.b64 _, [$0];", "r")
-mbar_wait = ptx("mbar_wait", void, (i32, i32),                     # (barrier, parity); labels are local to the { } block
+mbar_wait = ptx("mbar_wait", void, (i32, i32),                     # (barrier, parity); labels are local to { }
                 "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W; }", "r,r")
-# The same barrier in CTA $1 of the cluster. Do NOT spell out `.release.cluster`: ptxas then puts a MEMBAR.ALL.GPU before
-# every arrival. Nothing needs publishing by it: consumers only read, and wgmma.wait_group has said the reads are over.
+# The same barrier in CTA $1 of the cluster. Do NOT spell out `.release.cluster`: ptxas then puts a MEMBAR.ALL.GPU
+# before every arrival. Nothing needs publishing by it: consumers only read, and wgmma.wait_group has said that the
+# reads are over.
 mbar_arrive_at = ptx("mbar_arrive_at", void, (i32, i32),
                      "{ .reg .b32 a; mapa.shared::cluster.u32 a, $0, $1;"
                      " mbarrier.arrive.shared::cluster.b64 _, [a]; }", "r,r")
-mbar_arrive_pair = ptx("mbar_arrive_pair", void, (i32, i32),       # (barrier, lane): lanes 0 and 1 arrive in CTAs 0 and 1
+mbar_arrive_pair = ptx("mbar_arrive_pair", void, (i32, i32),       # (barrier, lane): lanes 0, 1 arrive in CTAs 0, 1
                        "{ .reg .b32 a; .reg .pred p; setp.lt.s32 p, $1, 2; mapa.shared::cluster.u32 a, $0, $1;"
                        " @p mbarrier.arrive.shared::cluster.b64 _, [a]; }", "r,r")
 mbar_arrive_lane0 = ptx("mbar_arrive_lane0", void, (i32, i32),     # (barrier, lane)
@@ -222,15 +225,16 @@ bulk = ptx("bulk", void, (i32, u64, i32, i32),                     # (dst, src, 
 fence_async = ptx("fence_async", void, (), "fence.proxy.async.shared::cta;", "")   # ordinary accesses <-> TMA, wgmma
 
 # ---------------------------------------------------------------- warps, barriers, registers, dependent launches
-uniform = ptx("uniform", i32, (i32,), "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r")   # ptxas sees it uniform
+uniform = ptx("uniform", i32, (i32,), "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r")   # so ptxas knows it
 pick = ptx("pick", i32, (i32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")   # (value, lane)
 shfl_xor = ptx("shfl_xor", f32, (f32, i32), "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
 shfl_idx = ptx("shfl_idx", f32, (f32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
-shfl_up = ptx("shfl_up", f32, (f32, i32), "shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "=f,f,r")      # own below lane n
+shfl_up = ptx("shfl_up", f32, (f32, i32), "shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "=f,f,r")  # own below lane n
 shfl_down = ptx("shfl_down", f32, (f32, i32), "shfl.sync.down.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
 shfl_xor_u32 = ptx("shfl_xor_u32", u32, (u32, i32), "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")
 shfl_idx_u32 = ptx("shfl_idx_u32", u32, (u32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")
-ballot = ptx("ballot", u32, (i32,), "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "=r,r")
+ballot = ptx("ballot", u32, (i32,),
+             "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "=r,r")
 named_sync = ptx("named_sync", void, (i32, i32), "barrier.sync $0, $1;", "r,r")                     # (barrier, threads)
 more_registers = ptx("more_registers", void, (), "setmaxnreg.inc.sync.aligned.u32 232;", "")
 fewer_registers = ptx("fewer_registers", void, (), "setmaxnreg.dec.sync.aligned.u32 40;", "")

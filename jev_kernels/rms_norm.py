@@ -4,11 +4,11 @@
     add_rms_norm    res = r(res + delta), kept;  y = rms_norm(res)                                 of the rounded res
     gated_rms_norm  per head of 128: n = r(o * rsqrt(mean(o^2) + eps)), m = r(w * n), y = r(m * silu(z))
 
-x, res, delta, y [rows, width], o, z, y [rows, heads * 128], w [width] or [128]; all BF16 (uint16), rows any stride apart.
+x, res, delta, y [rows, width]; o, z, y [rows, heads * 128]; w [width] or [128]. BF16 (uint16), rows any stride apart.
 
 A block holds one row (a half-warp one head) in registers between the two passes, so memory is read once. Thread t owns
-the groups of eight values t, t + threads, ...; it sums its squares in that order by fma, lanes by a xor tree, warps by a
-second one: the order depends on the width alone. Where pointers, strides or width rule out 16-byte accesses the same
+the groups of eight values t, t + threads, ...; it sums its squares in that order by fma, lanes by a xor tree, warps by
+a second one: the order depends on the width alone. Where pointers, strides or width rule out 16-byte accesses the same
 code loads values one by one: same order, same bits.
 
 A float32 sum of squares overflows from |x| = 1e19 / width on. The row is then summed again as 2^-100 x, so every finite
@@ -165,7 +165,7 @@ def norm_kernel(per_thread: int, threads: int, vector: bool, add: bool) -> Kerne
 
 @functools.lru_cache(maxsize=None)
 def gated_kernel(vector: bool) -> Kernel:
-    """A half-warp takes a head. Parameters: addresses and row strides of o, z, y; the weight; heads, live count, eps."""
+    """A half-warp takes a head. Parameters: addresses, row strides of o, z, y; the weight; heads, live count, eps."""
     load8, load8_once, store8 = bf16.access(vector)
     per_block = GATED_THREADS // 16
 
@@ -222,7 +222,7 @@ def gated_kernel(vector: bool) -> Kernel:
 
 # ---------------------------------------------------------------- launchers
 def rms_norm(stream, x, weight, y, counts, eps: float, rows=None, pdl: bool = False) -> None:
-    """y[:n] = rms_norm(x[:n]) with n = counts[ROWS]; with ``rows`` (int32 [..]): y[i] = rms_norm(x[rows[i]]), n = counts[LASTS].
+    """y[:n] = rms_norm(x[:n]), n = counts[ROWS]. With ``rows`` (int32): y[i] = rms_norm(x[rows[i]]), n = counts[LASTS].
 
     x, y uint16 [capacity, width], weight uint16 [width]. y may be x when there are no ``rows``. Capacities are checked,
     counts are trusted. Raises ValueError naming the argument that does not fit.
@@ -236,9 +236,9 @@ def rms_norm(stream, x, weight, y, counts, eps: float, rows=None, pdl: bool = Fa
 def add_rms_norm(stream, res, delta, weight, y, counts, eps: float, out=None, rows=None, pdl: bool = False) -> None:
     """out[:n] = r(res[:n] + delta[:n]), y[:n] = rms_norm(out[:n]) with n = counts[ROWS].
 
-    With ``rows`` (int32): out[i] = r(res[rows[i]] + delta[rows[i]]), n = counts[LASTS]. out is res unless given; it must be
-    given with ``rows``. y may be delta when there are no ``rows``. res, delta, out, y uint16 [capacity, width], weight
-    uint16 [width]. Raises ValueError naming the argument that does not fit.
+    With ``rows`` (int32): out[i] = r(res[rows[i]] + delta[rows[i]]), n = counts[LASTS]. out is res unless given; it
+    must be given with ``rows``. y may be delta when there are no ``rows``. res, delta, out, y uint16 [capacity, width],
+    weight uint16 [width]. Raises ValueError naming the argument that does not fit.
     """
     if out is None and rows is not None:
         raise ValueError("out must be given with rows: several outputs may come from one row of res")
@@ -275,8 +275,8 @@ def _launch(stream, x, delta, weight, out, y, counts, eps, rows, pdl):
 def gated_rms_norm(stream, o, z, weight, y, counts, eps: float, pdl: bool = False) -> None:
     """y[:n] = gated_rms_norm(o[:n], z[:n]) per head of 128, n = counts[ROWS].
 
-    o, z, y uint16 [capacity, heads * 128], any row strides; y may be o. weight uint16 [128]. Raises ValueError naming the
-    argument that does not fit.
+    o, z, y uint16 [capacity, heads * 128], any row strides; y may be o. weight uint16 [128]. Raises ValueError naming
+    the argument that does not fit.
     """
     y = view("y", y, np.uint16, None, None)
     capacity, width = y.shape
@@ -294,7 +294,7 @@ def gated_rms_norm(stream, o, z, weight, y, counts, eps: float, pdl: bool = Fals
 
 
 def kernels() -> dict:
-    """The kernels of the 27B's shapes with their budgets: {name: (Kernel, compute capabilities, registers, spill bytes)}."""
+    """The 27B's kernels with their budgets: {name: (Kernel, compute capabilities, registers, spill bytes)}."""
     everywhere = ((8, 0), (9, 0, "a"))
     return {"rms_norm": (norm_kernel(*layout(5120), True, False), everywhere, 64, 0),
             "rms_norm_scalar": (norm_kernel(*layout(5120), False, False), everywhere, 72, 0),

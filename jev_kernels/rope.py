@@ -7,8 +7,8 @@
 
 qkv [rows, 2 Hq D + 2 Hk D] = q | gate | k | v, BF16 (uint16), D = 256, rotary_dim = 64, rows any stride apart, 16-byte
 aligned. Table [max_length, 64] = 32 cosines | 32 sines. gate and v are left alone, except this: k and v of the 128 rows
-after the last live one (as far as the buffer has them) become zero. Attention tiles read keys past a sequence's end, and
-what only masked positions read must still be finite.
+after the last live one (as far as the buffer has them) become zero. Attention tiles read keys past a sequence's end,
+and what only masked positions read must still be finite.
 
 A warp takes a head, a lane eight neighbouring dims. Lanes 0-7 hold the rotated ones, so the partner of a dim is in lane
 xor 4. The sum of squares goes by lane, then by a xor tree: the bits of a head depend on nothing else.
@@ -47,7 +47,7 @@ def rotated_pair(x, other, cos, sin):
 
 @functools.lru_cache(maxsize=None)
 def qk_rope_kernel() -> Kernel:
-    """Parameters: qkv, its row stride; q_norm, k_norm; table; positions; live count; q heads, k heads, capacity, eps."""
+    """Parameters: qkv, row stride; q_norm, k_norm; table; positions; live count; q heads, k heads, capacity, eps."""
     _, load8_once, store8 = bf16.access(True)
 
     def qk_rope_kernel(x_at, x_ld, q_weight, k_weight, table, positions, count, q_heads, k_heads, capacity, eps):
@@ -83,8 +83,8 @@ def qk_rope_kernel() -> Kernel:
         y0, y1, y2, y3 = (scaled_pair(x[0], rs, w[0]), scaled_pair(x[1], rs, w[1]), scaled_pair(x[2], rs, w[2]),
                           scaled_pair(x[3], rs, w[3]))
         sign = u32(SIGN) if lane < 4 else u32(0)
-        z0, z1, z2, z3 = (ptx.shfl_xor_u32(y0, 4) ^ sign, ptx.shfl_xor_u32(y1, 4) ^ sign, ptx.shfl_xor_u32(y2, 4) ^ sign,
-                          ptx.shfl_xor_u32(y3, 4) ^ sign)
+        z0, z1, z2, z3 = (ptx.shfl_xor_u32(y0, 4) ^ sign, ptx.shfl_xor_u32(y1, 4) ^ sign,
+                          ptx.shfl_xor_u32(y2, 4) ^ sign, ptx.shfl_xor_u32(y3, 4) ^ sign)
         if lane < 8:
             y0, y1, y2, y3 = (rotated_pair(y0, z0, cos[0], sin[0]), rotated_pair(y1, z1, cos[1], sin[1]),
                               rotated_pair(y2, z2, cos[2], sin[2]), rotated_pair(y3, z3, cos[3], sin[3]))
@@ -105,11 +105,11 @@ def head_sum(x0, x1, x2, x3, scale):
 
 def qk_rope(stream, qkv, q_weight, k_weight, table, positions, counts, q_heads: int, k_heads: int, eps: float,
             pdl: bool = False) -> None:
-    """Norm and rotate the q and k heads of qkv[:n], n = counts[ROWS], in place; zero k and v of the 128 rows after them.
+    """Norm and rotate the q and k heads of qkv[:n], n = counts[ROWS], in place; zero k and v of the next 128 rows.
 
-    qkv uint16 [capacity, 2 (q_heads + k_heads) 256], q_weight, k_weight uint16 [256], table uint16 [max_length, 64] (see
-    ``make_rope_table``), positions int32 [>= capacity], below max_length. Raises ValueError naming the argument that does
-    not fit.
+    qkv uint16 [capacity, 2 (q_heads + k_heads) 256], q_weight, k_weight uint16 [256], table uint16 [max_length, 64]
+    (see ``make_rope_table``), positions int32 [>= capacity], below max_length. Raises ValueError naming the argument
+    that does not fit.
     """
     x = view("qkv", qkv, np.uint16, None, 2 * (q_heads + k_heads) * HEAD_DIM)
     capacity = x.shape[0]

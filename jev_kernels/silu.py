@@ -76,8 +76,8 @@ def silu_mul_kernel(vector: bool) -> Kernel:
 def silu_mul(stream, gate_up, y, counts, last_rows: bool = False, pdl: bool = False) -> None:
     """y[:n] = r(r(silu(gate)) * up), n = counts[ROWS], or counts[LASTS] with ``last_rows``.
 
-    gate_up uint16 [capacity, 2 width], y uint16 [capacity, width], any row strides. Raises ValueError naming the argument
-    that does not fit.
+    gate_up uint16 [capacity, 2 width], y uint16 [capacity, width], any row strides. Raises ValueError naming the
+    argument that does not fit.
     """
     y = view("y", y, np.uint16, None, None)
     capacity, width = y.shape
@@ -86,8 +86,9 @@ def silu_mul(stream, gate_up, y, counts, last_rows: bool = False, pdl: bool = Fa
         raise ValueError(f"y must have at most {MAX_ROWS} rows, not {capacity}")
     if capacity and width:
         # up starts at column ``width``, so y's own alignment of a row's end covers it
-        silu_mul_kernel(aligned(x, y))(stream, (-(-width // (8 * THREADS)), capacity), x.address, x.strides[0], y.address,
-                                       y.strides[0], live(counts, LASTS if last_rows else ROWS), width, pdl=pdl)
+        silu_mul_kernel(aligned(x, y))(
+            stream, (-(-width // (8 * THREADS)), capacity), x.address, x.strides[0], y.address, y.strides[0],
+            live(counts, LASTS if last_rows else ROWS), width, pdl=pdl)
 
 
 def kernels() -> dict:

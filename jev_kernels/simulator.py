@@ -1,12 +1,13 @@
 """A CUDA simulator for Numba kernels in which warps, shared addresses and asynchronous copies work.
 
-Numba's own simulator has no warp instructions, polls its threads and knows arrays but not addresses. ``launch`` replaces
-its scheduler and keeps the rest. Blocks run one after another; the CUDA threads of a block are Python threads of which
-one runs at a time, until it must wait for others. So a run is deterministic, a warp-wide instruction is a hand-over (about
-10 us a lane) rather than a poll, and when nothing can run any more the launch fails and says who waits for what.
+Numba's own simulator has no warp instructions, polls its threads and knows arrays but not addresses. ``launch``
+replaces its scheduler and keeps the rest. Blocks run one after another; the CUDA threads of a block are Python threads
+of which one runs at a time, until it must wait for others. So a run is deterministic, a warp-wide instruction is a
+hand-over (about 10 us a lane) rather than a poll, and when nothing can run any more the launch fails and says who waits
+for what.
 
 It is stricter than a GPU where that finds mistakes:
-  - shared and local memory start as 0xFF bytes (NaN); shared arrays live in one window and are aligned to 16 bytes only;
+  - shared and local memory start as 0xFF bytes (NaN); shared arrays live in one window, aligned to 16 bytes only;
   - global addresses are real host addresses, and must lie in an array given to ``launch`` or ``register``;
   - accesses must be aligned to their size; lanes of a warp must meet at the same instruction;
   - ``SCHEDULE = "backward"`` runs threads in the opposite order: results must not change.

@@ -1,8 +1,8 @@
 """Every kernel compiled for its architectures and assembled, without a GPU: registers and spills stay within budgets.
 
 A module of ``jev_kernels`` registers its kernels with a function ``kernels()``: {name: (Kernel, compute capabilities,
-most registers, most bytes of spill stores)}. They go through link-time optimization, as on the machine that serves: from
-plain PTX nvJitLink makes relocatable code, with other registers and without setmaxnreg.
+most registers, most bytes of spill stores)}. They go through link-time optimization, as on the machine that serves:
+from plain PTX nvJitLink makes relocatable code, with other registers and without setmaxnreg.
 """
 from __future__ import annotations
 

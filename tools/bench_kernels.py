@@ -6,7 +6,7 @@ A figure is the median over replays of a CUDA graph that holds many launches. Th
 of buffers as it takes to exceed the L2 cache. "chain" is the same graph with programmatic dependent launch, as in a
 forward pass. Bytes count every input and output once; the bandwidth is that of a device copy in the same run.
 
-Other kernels have their own files beside this one (bench_gemm.py, ...); they may use ``measure`` and ``copy_bandwidth``.
+Other kernels have files of their own (bench_gemm.py, ...); they may use ``measure`` and ``copy_bandwidth``.
 """
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ def report(cases, stream, bandwidth: float) -> list[dict]:
         against = torch_time(c, launches) if c.torch else None
         error, ulps = c.error()
         rate = c.nbytes / us * 1e-6
-        out.append({"kernel": c.name, "rows": c.rows, "bytes": c.nbytes, "us": us, "chain_us": chain, "torch_us": against,
-                    "tb_s": rate, "share": rate / (bandwidth * 1e-12), "error": error, "ulps": ulps})
+        out.append({"kernel": c.name, "rows": c.rows, "bytes": c.nbytes, "us": us, "chain_us": chain,
+                    "torch_us": against, "tb_s": rate, "share": rate / (bandwidth * 1e-12), "error": error,
+                    "ulps": ulps})
         shown = "       -" if against is None else f"{against:8.2f}"
         print(f"{c.name:<22}{c.rows:>6}{c.nbytes / 1e6:>8.1f}{us:>8.2f}{chain:>8.2f}{shown}{rate:>7.2f}"
               f"{rate / (bandwidth * 1e-12):>7.2f}{error:>10.1e}{ulps:>6}", flush=True)
@@ -199,8 +200,8 @@ def embedding(s: Shapes):
         weight, at = as_torch(table_d), [torch.as_tensor(i, device="cuda") for i in ids_d]
         return lambda i: torch.nn.functional.embedding(at[i], weight)
 
-    yield Case("embed", rows, nbytes, lambda i, pdl: embed.embed(s.stream, table_d, ids_d[i], out[i], s.n, pdl=pdl), sets,
-               error, s.peer(peer))
+    yield Case("embed", rows, nbytes,
+               lambda i, pdl: embed.embed(s.stream, table_d, ids_d[i], out[i], s.n, pdl=pdl), sets, error, s.peer(peer))
 
 
 def norms(s: Shapes):
@@ -213,7 +214,9 @@ def norms(s: Shapes):
 
     def error(added):
         source = wide(x_host[s.pick])
-        ref = reference.rms_norm(bf16.round_float64(source + wide(delta_host[s.pick])) if added else source, wide(w), EPS)
+        if added:
+            source = bf16.round_float64(source + wide(delta_host[s.pick]))
+        ref = reference.rms_norm(source, wide(w), EPS)
         return compared(out[0].copy_to_host()[s.pick], ref, ref)
 
     def peer(added):
@@ -225,7 +228,8 @@ def norms(s: Shapes):
                lambda i, pdl: rms_norm.rms_norm(s.stream, x[i], w_d, out[i], s.n, EPS, pdl=pdl), sets,
                lambda: error(False), s.peer(lambda: peer(False)))
     yield Case("add_rms_norm", rows, 8 * rows * h + 2 * h,
-               lambda i, pdl: rms_norm.add_rms_norm(s.stream, x[i], delta[i], w_d, out[i], s.n, EPS, out=total[i], pdl=pdl),
+               lambda i, pdl: rms_norm.add_rms_norm(s.stream, x[i], delta[i], w_d, out[i], s.n, EPS, out=total[i],
+                                                    pdl=pdl),
                sets, lambda: error(True), s.peer(lambda: peer(True)))
 
 
@@ -270,7 +274,8 @@ def heads(s: Shapes):
         return compared(one.copy_to_host()[s.pick, :hq * 256].reshape(q.shape), *results)
 
     yield Case("qk_rope", rows, nbytes,
-               lambda i, pdl: rope.qk_rope(s.stream, qkv[i], qw_d, kw_d, angles_d, at, s.n, hq, hk, EPS, pdl=pdl), sets, error)
+               lambda i, pdl: rope.qk_rope(s.stream, qkv[i], qw_d, kw_d, angles_d, at, s.n, hq, hk, EPS, pdl=pdl),
+               sets, error)
 
 
 def linear_attention(s: Shapes):
@@ -311,7 +316,8 @@ def linear_attention(s: Shapes):
         return compared(out[0].copy_to_host()[s.pick].reshape(pair[0].shape), *results)
 
     yield Case("gated_rms_norm", rows, gated_bytes,
-               lambda i, pdl: rms_norm.gated_rms_norm(s.stream, o[i], z[i], w_d, out[i], s.n, EPS, pdl=pdl), sets, gated_error)
+               lambda i, pdl: rms_norm.gated_rms_norm(s.stream, o[i], z[i], w_d, out[i], s.n, EPS, pdl=pdl), sets,
+               gated_error)
 
 
 def make_cases(model: str, rows: int, against: str | None, stream):

@@ -19,7 +19,7 @@ SLICE = 1 << 20
 
 
 def convert(first, out, differing):
-    """out[i] = the instruction's result for pattern first + i; counts where definition, packed or scaled forms differ."""
+    """out[i] = the instruction's result for pattern first + i; counts where the definition or packed forms differ."""
     i = cuda.grid(1)
     bits = u32(first + i)
     x = ptx.f32_bits(bits)

@@ -132,7 +132,7 @@ def test_the_same_bits_in_any_company(rng):
 
 @pytest.mark.parametrize("rows", [1, 107, 2048])
 def test_chains_with_programmatic_dependent_launch(rows, rng):
-    """Every kernel reads what the one before it wrote; replayed from a graph over poisoned buffers, always the same bits."""
+    """Every kernel reads what the one before it wrote; replayed over poisoned buffers, it is always the same bits."""
     capacity, width = rows + 9, 2560
     stream, n = device.Stream(), checks.counts(rows=rows, lasts=rows)
     table = cuda.to_device(checks.values(rng, 999, 2 * width))

@@ -1,9 +1,9 @@
-"""Checks of the row-wise kernels against ``jev_kernels.reference``: used on small shapes in the simulator, on real ones on a GPU.
+"""Checks of the row-wise kernels against ``jev_kernels.reference``: small shapes in the simulator, real ones on a GPU.
 
 Outputs start poisoned, live in larger buffers, and what lies around the live rows must not change. A BF16 output may be
-one ulp from the rounded reference. Where an operation rounds more than once, float32 may put an inner value on the other
-side of a tie, and the next rounding starts from there; so the comparison is with the reference of a few inner values
-within float32's error, whichever is nearest.
+one ulp from the rounded reference. Where an operation rounds more than once, float32 may put an inner value on the
+other side of a tie, and the next rounding starts from there; so the comparison is with the reference of a few inner
+values within float32's error, whichever is nearest.
 """
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def check_add_rms_norm(rng, rows, width, capacity=None, scale=1.0, in_place=Fals
     at = rng.integers(0, rows, max(1, rows // 2)) if gathered else np.arange(rows)
     y = output(len(at), width, capacity=None if gathered else capacity, **where)
     out = res if in_place else output(len(at), width, capacity=None if gathered else capacity, **where)
-    rms_norm.add_rms_norm(stream, res.array, delta.array, cuda.to_device(w), y.array, counts(rows=rows, lasts=len(at)), EPS,
-                          out=None if in_place else out.array, rows=index(at) if gathered else None)
+    rms_norm.add_rms_norm(stream, res.array, delta.array, cuda.to_device(w), y.array, counts(rows=rows, lasts=len(at)),
+                          EPS, out=None if in_place else out.array, rows=index(at) if gathered else None)
     pick = sample(len(at))
     total = bf16.from_float64(wide(before[at[pick]]) + wide(delta.read()[at[pick]]))
     np.testing.assert_array_equal(out.read()[pick], total)
@@ -207,7 +207,8 @@ def check_qk_rope(rng, rows, q_heads, k_heads, capacity=None, scale=1.0, max_len
     pick = sample(rows)
     at = positions[pick]
     cos, sin = wide(table[:, :32])[at][:, None, :], wide(table[:, 32:])[at][:, None, :]
-    for columns, heads, w in ((slice(0, q_heads * 256), q_heads, qw), (slice(k_from, k_from + k_heads * 256), k_heads, kw)):
+    q_columns, k_columns = slice(0, q_heads * 256), slice(k_from, k_from + k_heads * 256)
+    for columns, heads, w in ((q_columns, q_heads, qw), (k_columns, k_heads, kw)):
         h = wide(before[pick, columns]).reshape(len(pick), heads, 256)
         scaled = h / np.sqrt(np.mean(h * h, -1, keepdims=True) + EPS) * (1 + wide(w))
         variants = [r(scaled * (1 + a)) for a in NUDGE]
@@ -300,7 +301,7 @@ def check_gdn_conv_gates(rng, rows, channels, heads, capacity=None, stream=0):
         results.append([y.read(), beta.read(), g.read()])
     host = projected.read()
     assert_conv(results[1][0], host[:, :channels], parents, wide(w))
-    assert_gates(results[1][1], results[1][2], host[:, channels + z:channels + z + heads], host[:, channels + z + heads:],
-                 a_log, dt_bias)
+    b_host, a_host = np.split(host[:, channels + z:], 2, axis=1)
+    assert_gates(results[1][1], results[1][2], b_host, a_host, a_log, dt_bias)
     for one, two in zip(*results):
         np.testing.assert_array_equal(bits(one), bits(two))

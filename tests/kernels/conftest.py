@@ -1,4 +1,4 @@
-"""Kernels under the CUDA simulator. It must be chosen before Numba is imported, so these tests run in a process of their own:
+"""Kernels under the simulator. It must be chosen before Numba is imported: these tests run in a process of their own.
 
     NUMBA_ENABLE_CUDASIM=1 python -m pytest tests/kernels
 """

@@ -1,4 +1,4 @@
-"""The definition of BF16 rounding against exact rational arithmetic, and the device functions against the definition."""
+"""The definition of BF16 rounding against exact rational arithmetic, the device functions against the definition."""
 from __future__ import annotations
 
 from fractions import Fraction
@@ -15,9 +15,9 @@ from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import i32, u32, u64
 
 INTERESTING = np.array(
-    [0, 1, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x18001, 0x007F7FFF, 0x007F8000, 0x007FFFFF, 0x00800000, 0x00808000,
-     0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0x7F800001,
-     0x7F808000, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF], np.uint32)
+    [0, 1, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x18001, 0x007F7FFF, 0x007F8000, 0x007FFFFF, 0x00800000,
+     0x00808000, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000,
+     0x7F800001, 0x7F808000, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF], np.uint32)
 
 
 def exactly_rounded(x: float) -> int:
@@ -73,7 +73,8 @@ def test_every_value_survives_the_round_trip():
     every = np.arange(2**16, dtype=np.uint16)
     finite = every[(every & 0x7FFF) <= 0x7F80]
     np.testing.assert_array_equal(bf16.from_float32(bf16.to_float32(finite)), finite)
-    np.testing.assert_array_equal(bf16.round_float64(bf16.to_float32(finite).astype(np.float64)), bf16.to_float32(finite))
+    exact = bf16.to_float32(finite).astype(np.float64)
+    np.testing.assert_array_equal(bf16.round_float64(exact), exact)
     nan = every[(every & 0x7FFF) > 0x7F80]
     assert np.isnan(bf16.to_float32(nan)).all()
 
@@ -108,7 +109,8 @@ def convert(x, out):
 
 def test_device_functions():
     rng = np.random.default_rng(0)
-    bits = np.concatenate([INTERESTING, INTERESTING | np.uint32(0x80000000), rng.integers(0, 2**32, 2000, dtype=np.uint32)])
+    random = rng.integers(0, 2**32, 2000, dtype=np.uint32)
+    bits = np.concatenate([INTERESTING, INTERESTING | np.uint32(0x80000000), random])
     x, out = cuda.to_device(bits.view(np.float32)), cuda.to_device(np.zeros((len(bits), 3), np.uint16))
     Kernel(convert, types.void(types.float32[::1], types.uint16[:, ::1]), 64)(0, -(-len(bits) // 64), x, out)
     want = bf16.from_float32(bits.view(np.float32))
@@ -128,7 +130,8 @@ def copy_kernel(vector):
     return Kernel(copy, types.void(u64, u64, i32), 32)
 
 
-@pytest.mark.parametrize("vector, n, shift", [(True, 80, 0), (False, 80, 1), (False, 77, 0), (False, 1, 3), (False, 255, 5)])
+@pytest.mark.parametrize("vector, n, shift",
+                         [(True, 80, 0), (False, 80, 1), (False, 77, 0), (False, 1, 3), (False, 255, 5)])
 def test_eight_values_at_a_time(vector, n, shift):
     data = np.random.default_rng(1).integers(0, 2**16, 300).astype(np.uint16)
     src, dst = cuda.to_device(data), cuda.to_device(np.full(300, 7, np.uint16))

@@ -22,7 +22,8 @@ def test_gather_rows(width, where):
 
 def test_refusals():
     counts = checks.counts(rows=2, lasts=2)
-    table, ids, x = (cuda.to_device(v) for v in (np.zeros((9, 8), np.uint16), np.zeros(2, np.int32), np.zeros((2, 8), np.uint16)))
+    table, ids, x = (cuda.to_device(np.zeros(shape, dtype)) for shape, dtype in (
+        ((9, 8), np.uint16), (2, np.int32), ((2, 8), np.uint16)))
     with pytest.raises(ValueError, match="^table "):
         embed.embed(0, cuda.to_device(np.zeros((9, 7), np.uint16)), ids, x, counts)
     with pytest.raises(ValueError, match="^ids "):

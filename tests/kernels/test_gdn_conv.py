@@ -13,8 +13,8 @@ def test_gdn_conv(channels, where):
     checks.check_gdn_conv(np.random.default_rng(0), 11, channels, capacity=19, **where)
 
 
-@pytest.mark.parametrize("parents", [[-1], [-1, 0], [-1, -1, -1, -1], [-1, 0, 1, 2, 1, 4, 0, 6, 7, -1, 9, 10, 11, 5, 13, 14, 15],
-                                     [-1, 0, 1, 2, 3, 4, 5, 6, 2, 8, 9, 10]])
+@pytest.mark.parametrize("parents", [[-1], [-1, 0], [-1, -1, -1, -1], [-1, 0, 1, 2, 3, 4, 5, 6, 2, 8, 9, 10],
+                                     [-1, 0, 1, 2, 1, 4, 0, 6, 7, -1, 9, 10, 11, 5, 13, 14, 15]])
 def test_branches(parents):
     """Branches that start anywhere: at a block's first row, in its middle, from row 0, from nothing."""
     checks.check_gdn_conv(np.random.default_rng(1), len(parents), 16, parents=np.array(parents, np.int32))
@@ -57,8 +57,10 @@ def test_refusals():
     x, y, w, up = (cuda.to_device(v) for v in (np.zeros((2, 16), np.uint16), np.zeros((2, 16), np.uint16),
                                                np.zeros((16, 4), np.uint16), np.zeros(2, np.int32)))
     good = dict(x=x, weight=w, parents=up, y=y, counts=n)
-    for name, bad in (("x", cuda.to_device(np.zeros((2, 15), np.uint16))), ("weight", cuda.to_device(np.zeros((16, 3), np.uint16))),
-                      ("weight", cuda.to_device(np.zeros((16, 8), np.uint16))[:, :4]), ("parents", cuda.to_device(np.zeros(1, np.int32)))):
+    for name, bad in (("x", cuda.to_device(np.zeros((2, 15), np.uint16))),
+                      ("weight", cuda.to_device(np.zeros((16, 3), np.uint16))),
+                      ("weight", cuda.to_device(np.zeros((16, 8), np.uint16))[:, :4]),
+                      ("parents", cuda.to_device(np.zeros(1, np.int32)))):
         with pytest.raises(ValueError, match=f"^{name} "):
             gdn_conv.gdn_conv(0, **{**good, name: bad})
     g, h = cuda.to_device(np.zeros((2, 4), np.float32)), cuda.to_device(np.zeros(4, np.uint16))

@@ -140,7 +140,8 @@ def test_the_first_failure_stops_the_block():
 
     with pytest.raises(IndexError) as failure:
         run(kernel, np.zeros(1, np.float32))
-    assert "thread (3, 0, 0) of block (0, 0, 0)" in getattr(failure.value, "__notes__", ["thread (3, 0, 0) of block (0, 0, 0)"])
+    where = "thread (3, 0, 0) of block (0, 0, 0)"
+    assert where in getattr(failure.value, "__notes__", [where])       # Python 3.10 has no notes
 
 
 @pytest.mark.parametrize("offset, error", [(4 * 8, IndexError), (-4, IndexError), (2, ValueError)])
@@ -210,8 +211,8 @@ def test_view():
     v = launch.view("x", base[1:, 2:8], np.uint16, None, 6)
     assert v.shape == (3, 6) and v.strides == (10, 1) and v.address == address(base) + 2 * 12
     assert launch.view("x", base, np.uint16, 4, 10).strides == (10, 1)
-    for bad, message in ((base[:, ::2], "contiguous in its last"), (base.T, "shape|contiguous"), (base[0], "shape"), ([1], "device array"),
-                         (cuda.to_device(np.zeros((4, 10), np.float16)), "uint16, not float16")):
+    for bad, message in ((base[:, ::2], "contiguous in its last"), (base.T, "shape"), (base[0], "shape"),
+                         ([1], "device array"), (cuda.to_device(np.zeros((4, 10), np.float16)), "uint16, not float16")):
         with pytest.raises(ValueError, match=f"^x .*({message})"):
             launch.view("x", bad, np.uint16, 4, None)
 
@@ -237,9 +238,10 @@ def test_live():
 
 
 def test_argument_packing():
-    """An array as Numba's compiled code takes it: two unused pointers, count, item size, data, shape, strides in bytes."""
+    """An array as Numba's compiled code takes it: two unused pointers, count, item size, data, shape, byte strides."""
     class Array:
-        __cuda_array_interface__ = {"shape": (3, 5), "typestr": "<u2", "data": (4096, False), "strides": None, "version": 3}
+        __cuda_array_interface__ = {"shape": (3, 5), "typestr": "<u2", "data": (4096, False), "strides": None,
+                                    "version": 3}
 
     values, ctyp = launch.pack_argument(types.uint16[:, ::1], Array())
     assert values == [0, 0, 15, 2, 4096, 3, 5, 10, 2] and len(ctyp) == 9 and ctyp[2] is ctypes.c_int64

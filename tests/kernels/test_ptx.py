@@ -93,7 +93,7 @@ def test_mma_tf32_fragments():
 def ldsm_kernel(src, plain, transposed, moved):
     lane = cuda.threadIdx.x
     tile = cuda.shared.array(256, types.uint32)
-    for i in range(8):                                           # lane's row of 16 bytes, and the same of the next two matrices
+    for i in range(8):
         tile[lane * 8 + i] = src[lane, i]
     cuda.syncthreads()
     at = ptx.smem_addr(tile) + i32(lane * 32)                    # rows 32 bytes apart: addresses matter, not order
@@ -196,7 +196,7 @@ def test_conversions_and_functions():
     ra, rb, rc = bf16.from_float32(a), bf16.from_float32(b), bf16.from_float32(c)
     halves = [np.clip(v, -65504, 65504).astype(np.float16) for v in (a, b)]
     np.testing.assert_array_equal(packed[:, 0], ra | rb.astype(np.uint32) << 16)
-    np.testing.assert_array_equal(packed[:, 1], halves[0].view(np.uint16) | halves[1].view(np.uint16).astype(np.uint32) << 16)
+    np.testing.assert_array_equal(packed[:, 1], bf16.pack_pairs(np.stack([h.view(np.uint16) for h in halves], 1))[:, 0])
     np.testing.assert_array_equal(packed[:, 2], (a.view(np.uint32) + 0x1000) & np.uint32(0xFFFFE000))
     product = [bf16.from_float32(bf16.to_float32(m) * bf16.to_float32(n)) for m, n in ((ra, rb), (rb, rc))]
     np.testing.assert_array_equal(packed[:, 3], product[0] | product[1].astype(np.uint32) << 16)
@@ -261,7 +261,8 @@ def test_loads_stores_and_cp_async():
     first[40:] = 0                                               # cp.async with a size of 0 writes zeros
     np.testing.assert_array_equal(out[:64], np.roll(first, -1, axis=0))
     np.testing.assert_array_equal(out[64:128], bits[:, ::-1])
-    want = np.stack([(bits[:, 0] << 16) & np.uint32(0xFFFF0000) | bits[:, 1] & 0xFFFF, bits[:, 0], bits[:, 3], bits[:, 2]], 1)
+    first = (bits[:, 0] << 16) & np.uint32(0xFFFF0000) | bits[:, 1] & 0xFFFF
+    want = np.stack([first, bits[:, 0], bits[:, 3], bits[:, 2]], 1)
     np.testing.assert_array_equal(out[128:], want)
 
 

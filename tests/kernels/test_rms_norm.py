@@ -76,10 +76,10 @@ def test_refusals():
     counts, w = checks.counts(rows=2), cuda.to_device(np.zeros(64, np.uint16))
     x = cuda.to_device(np.zeros((2, 64), np.uint16))
     good = {"x": x, "weight": w, "y": x, "counts": counts, "eps": 1e-6}
-    for name, bad in (("x", cuda.to_device(np.zeros((2, 65), np.uint16))), ("x", cuda.to_device(np.zeros((3, 64), np.uint16))),
-                      ("weight", cuda.to_device(np.zeros(63, np.uint16))), ("y", cuda.to_device(np.zeros((2, 64), np.int32))),
-                      ("y", cuda.to_device(np.zeros(64, np.uint16))), ("counts", cuda.to_device(np.zeros(16, np.int64))),
-                      ("x", cuda.to_device(np.zeros((2, 128), np.uint16))[:, ::2]), ("x", None)):
+    zeros = lambda dtype, *shape: cuda.to_device(np.zeros(shape, dtype))  # noqa: E731
+    for name, bad in (("x", zeros(np.uint16, 2, 65)), ("x", zeros(np.uint16, 3, 64)), ("weight", zeros(np.uint16, 63)),
+                      ("y", zeros(np.int32, 2, 64)), ("y", zeros(np.uint16, 64)), ("counts", zeros(np.int64, 16)),
+                      ("x", zeros(np.uint16, 2, 128)[:, ::2]), ("x", None)):
         with pytest.raises(ValueError, match=f"^{name} "):
             rms_norm.rms_norm(0, **{**good, name: bad})
     with pytest.raises(ValueError, match="^out "):

@@ -40,9 +40,11 @@ def test_refusals():
     counts, w = checks.counts(rows=2), cuda.to_device(np.zeros(256, np.uint16))
     x = cuda.to_device(np.zeros((2, 2048), np.uint16))
     table, positions = cuda.to_device(rope.make_rope_table(8, 64, 1e4)), cuda.to_device(np.zeros(2, np.int32))
-    good = dict(qkv=x, q_weight=w, k_weight=w, table=table, positions=positions, counts=counts, q_heads=3, k_heads=1, eps=1e-6)
+    good = dict(qkv=x, q_weight=w, k_weight=w, table=table, positions=positions, counts=counts, q_heads=3, k_heads=1,
+                eps=1e-6)
     shifted = cuda.to_device(np.zeros(257, np.uint16))[1:]
     for name, bad in (("qkv", cuda.to_device(np.zeros((2, 2047), np.uint16))), ("k_weight", shifted),
-                      ("table", cuda.to_device(np.zeros((8, 32), np.uint16))), ("positions", cuda.to_device(np.zeros(1, np.int32)))):
+                      ("table", cuda.to_device(np.zeros((8, 32), np.uint16))),
+                      ("positions", cuda.to_device(np.zeros(1, np.int32)))):
         with pytest.raises(ValueError, match=f"^{name} "):
             rope.qk_rope(0, **{**good, name: bad})

@@ -8,13 +8,15 @@ from jev_kernels import silu
 from tests.kernels import checks
 
 
-@pytest.mark.parametrize("width, where", [(64, {}), (72, {"ld": 160}), (61, {}), (64, {"offset": 1}), (1, {}), (2056, {})])
+@pytest.mark.parametrize("width, where",
+                         [(64, {}), (72, {"ld": 160}), (61, {}), (64, {"offset": 1}), (1, {}), (2056, {})])
 def test_silu_mul(width, where):
     checks.check_silu_mul(np.random.default_rng(0), 3, width, capacity=4, **where)
 
 
 def test_layouts_give_the_same_bits():
-    outs = [checks.check_silu_mul(np.random.default_rng(1), 2, 96, **where) for where in ({}, {"offset": 1}, {"ld": 203})]
+    outs = [checks.check_silu_mul(np.random.default_rng(1), 2, 96, **where)
+            for where in ({}, {"offset": 1}, {"ld": 203})]
     for out in outs[1:]:
         np.testing.assert_array_equal(out, outs[0])
 
