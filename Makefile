@@ -7,7 +7,7 @@
 # Another interpreter: make test PYTHON=python3.12      Some tests: make test TESTS='tests/test_app.py -x'
 
 PYTHON ?= python3
-TESTS ?= tests -n 2 --dist loadfile
+TESTS ?=
 
 SHELL := /bin/sh
 .SHELLFLAGS := -ec
@@ -56,14 +56,19 @@ demo:
 
 test:
 	$(call environment,.venv,test,[test])
-	echo "Running the tests: $(TESTS)"
+	# Two processes on few cores: NumPy's own threads would only get into each other's way.
 	export OPENBLAS_NUM_THREADS=1
-	exec .venv/bin/python -m pytest $(TESTS)
+	if [ -n "$(TESTS)" ]; then exec .venv/bin/python -m pytest $(TESTS); fi
+	echo "Running the tests (some minutes): the kernels under the simulator, then everything else"
+	failed=0
+	NUMBA_ENABLE_CUDASIM=1 .venv/bin/python -m pytest -n 2 tests/kernels || failed=1
+	.venv/bin/python -m pytest -n 2 --dist loadfile tests || failed=1
+	exit $$failed
 
 parity:
 	$(call environment,.venv-parity,parity,[test$(comma)parity])
 	echo "Comparing with torch, transformers and peft"
-	exec .venv-parity/bin/python -m pytest tests -m parity
+	exec .venv-parity/bin/python -m pytest -m parity tests/parity
 
 clean:
 	rm -rf .venv .venv-parity .demo .pytest_cache .hypothesis build dist ./*.egg-info
