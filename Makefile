@@ -58,7 +58,7 @@ test:
 	$(call environment,.venv,test,[test])
 	# Two processes on few cores: NumPy's own threads would only get into each other's way.
 	export OPENBLAS_NUM_THREADS=1
-	if [ -n "$(TESTS)" ]; then exec .venv/bin/python -m pytest $(TESTS); fi
+	$(if $(TESTS),exec .venv/bin/python -m pytest $(TESTS))
 	echo "Running the tests (some minutes): the kernels under the simulator, then everything else"
 	failed=0
 	NUMBA_ENABLE_CUDASIM=1 .venv/bin/python -m pytest -n 2 tests/kernels || failed=1
