@@ -1,8 +1,8 @@
 """The gateway, `jev frontend`: one address in front of one or more workers.
 
 `POST /v1/systemone` and `GET /health` go to a worker and come back as they were: body bytes, status, repeated and
-oddly spelt headers included. Everything else is answered here, in the worker's own form of error. How workers are
-chosen, and what happens when one fails, is in `jev.frontend_pool`.
+oddly spelt headers included. Everything else is answered here, in the worker's own form of error. How one
+worker is spoken to is in `jev.frontend_http`, how one is chosen among several in `jev.frontend_pool`.
 
 A worker's answer is read whole before the first byte of it goes out, because a status cannot be taken back: an
 answer that breaks off, is too large or too slow becomes a clean 502 or 504 instead of half a 200.
@@ -30,7 +30,8 @@ from waitress.utilities import build_http_date
 from werkzeug.exceptions import HTTPException
 from werkzeug.http import HTTP_STATUS_CODES
 
-from jev.frontend_pool import Answer, ClientGone, ExchangeFailed, Unreachable, Workers, end_to_end
+from jev.frontend_http import Answer, ClientGone, ExchangeFailed, Unreachable, end_to_end
+from jev.frontend_pool import Workers
 from jev.server import Server, _Channel, _Task, bind
 from jev.settings import SettingsError
 

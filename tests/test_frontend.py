@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jev import frontend_pool
+from jev import frontend_http
 from jev.frontend import GatewaySettings, SettingsError
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
@@ -183,7 +183,7 @@ def test_a_connection_that_is_over_is_not_reused(worker, gate, script):
 
 
 def test_an_idle_connection_is_let_go(worker, gate, monkeypatch):
-    monkeypatch.setattr(frontend_pool, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(frontend_http, "IDLE_SECONDS", 0.1)
     gate.ask()
     time.sleep(0.2)
     gate.ask()

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jev import frontend, frontend_pool
+from jev import frontend, frontend_http
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
 CHUNKED = "Transfer-Encoding: chunked"
@@ -147,7 +147,7 @@ def test_a_worker_that_does_not_read(worker, gate, short):
 
 
 def test_a_full_backlog(short, monkeypatch):
-    monkeypatch.setattr(frontend_pool, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(frontend_http, "CONNECT_SECONDS", 0.2)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -158,7 +158,7 @@ def test_a_full_backlog(short, monkeypatch):
             sock.connect_ex(("127.0.0.1", port))
         with gateway(f"http://127.0.0.1:{port}") as gate:
             check_error(gate.ask(), 502, "bad_gateway")
-            monkeypatch.setattr(frontend_pool, "CONNECT_SECONDS", 5)
+            monkeypatch.setattr(frontend_http, "CONNECT_SECONDS", 5)
             check_error(gate.ask(), 504, "gateway_timeout")
         [sock.close() for sock in waiting]
 
