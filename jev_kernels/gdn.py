@@ -1,6 +1,6 @@
 """The gated delta rule over a tree of chunks.
 
-    per value head, key head hv // (HV / HK), in float32 from BF16 q, k, v; the state S [128 key, 128 value] starts at 0:
+    per value head, key head hv // (HV / HK), float32 from BF16 q, k, v; the state S [128 key, 128 value] starts at 0:
         q = q rsqrt(sum q^2 + 1e-6) / sqrt(128);  k = k rsqrt(sum k^2 + 1e-6)
         S *= exp(g);  d = beta (v - S^T k);  S += k d^T;  o = r(S^T q)
 
@@ -10,15 +10,15 @@ by chunks of 64 tokens, with c = cumsum(g) in the chunk:
     (I + A) V' = beta (v - exp(c) k S);    o = exp(c) q S + P V';    S = exp(c_last) S + (exp(c_last - c) k)^T V'
 
 A chunk is 64 absolute positions of a branch of the token trie (``jev_kernels.pool``): its rows are gathered, it starts
-from the state its run has reached, and it writes only the rows that its branch owns. Absent tokens count as zeros, which
-change nothing above them, so the bits of a row depend on its prefix alone, and on nothing else in the pool.
+from the state its run has reached, and it writes only the rows that its branch owns. Absent tokens count as zeros,
+which change nothing above them, so the bits of a row depend on its prefix alone, and on nothing else in the pool.
 
 ``gated_delta_rule`` launches the kernel below, or ``hopper_gdn`` on compute capability 9.0. The kernel below runs on
 any GPU from sm_80 and in the simulator: a CTA per (value head, 64 value columns) walks all runs in their order, parents
 first, so states are stored and read back by the thread that owns them and nobody waits for anybody.
 
-Normalisation and decay are factors of rows, so the products k k^T, q k^T, k S and q S take the BF16 inputs themselves as
-operands, exactly, and are scaled in float32 afterwards. Rounding points, everything else in float32:
+Normalisation and decay are factors of rows, so the products k k^T, q k^T, k S and q S take the BF16 inputs themselves
+as operands, exactly, and are scaled in float32 afterwards. Rounding points, everything else in float32:
     S as an operand: BF16;  exp(c_last - c) V': two BF16 parts, high and low;  P and V' in P V': float16;  o: BF16.
 
 Source: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (arXiv 2406.06484) and "Gated Delta
@@ -121,7 +121,7 @@ def load_gates(sm, tid, src, g, g_stride, beta, beta_stride, head):
 
 @cuda.jit(device=True, inline="always")
 def solve(sm, tid, live):
-    """V' of (I + A) V' = Y in place of Y, by forward substitution in blocks of 16 tokens, as far as there are tokens."""
+    """V' of (I + A) V' = Y in place of Y, by forward substitution in blocks of 16 tokens, as far as tokens go."""
     col = i32(tid & (SLAB - 1))
     group = i32(tid // SLAB)
     v = cuda.local.array(16, f32)
@@ -155,8 +155,8 @@ def kernel(key_heads: int, value_heads: int) -> Kernel:
     group = value_heads // key_heads
     key_dim = key_heads * D
 
-    def gated_delta_rule_kernel(qkv, stride, g, g_stride, beta, beta_stride, o, o_stride, counts, chunk_rows, chunk_out_rows,
-                                chunk_slots, runs, states):
+    def gated_delta_rule_kernel(qkv, stride, g, g_stride, beta, beta_stride, o, o_stride, counts, chunk_rows,
+                                chunk_out_rows, chunk_slots, runs, states):
         sm = smem_addr(cuda.shared.array(0, types.uint8))
         tid = i32(cuda.threadIdx.x)
         warp = i32(tid >> 5)
@@ -199,7 +199,8 @@ def kernel(key_heads: int, value_heads: int) -> Kernel:
                     at = sm + S_AT + (key + gg) * COLS + (n * 8 + tt * 2) * 2
                     sts_u32(at, pack(s[4 * n], s[4 * n + 1]))
                     sts_u32(at + 8 * COLS, pack(s[4 * n + 2], s[4 * n + 3]))
-                live = i32(cuda.syncthreads_count(i32(1) if src >= 0 else i32(0)))   # tokens; what lies behind them is left out
+                # the chunk's tokens: what lies behind them is left out
+                live = i32(cuda.syncthreads_count(i32(1) if src >= 0 else i32(0)))
                 load_chunk(sm, qkv, stride, key_dim, head // group, sm + ROWS_AT)
                 c = f32(0)
                 if tid < C:
@@ -255,9 +256,10 @@ def kernel(key_heads: int, value_heads: int) -> Kernel:
                         for e in range(2):
                             cj = lds(sm + CUM_AT + (j + e) * 4)
                             rj = lds(sm + NORM_AT + (j + e) * 4)
-                            pairs[4 * n + e] = pairs[4 * n + e] * f0 * rj * ex2(c0 - cj) if j + e < i0 + below else f32(0)
-                            pairs[4 * n + 2 + e] = (pairs[4 * n + 2 + e] * f1 * rj * ex2(c1 - cj)
-                                                    if j + e < i0 + 8 + below else f32(0))
+                            above = pairs[4 * n + e] * f0 * rj * ex2(c0 - cj)
+                            under = pairs[4 * n + 2 + e] * f1 * rj * ex2(c1 - cj)
+                            pairs[4 * n + e] = above if j + e < i0 + below else f32(0)
+                            pairs[4 * n + 2 + e] = under if j + e < i0 + 8 + below else f32(0)
                         if of_q:
                             p[2 * n] = pack16(pairs[4 * n], pairs[4 * n + 1])
                             p[2 * n + 1] = pack16(pairs[4 * n + 2], pairs[4 * n + 3])
@@ -270,7 +272,8 @@ def kernel(key_heads: int, value_heads: int) -> Kernel:
                                 src = lds_i32(sm + ROWS_AT + row * 4)
                                 v = u32(0)
                                 if src >= 0:
-                                    v = u32(ldg_i32(qkv + (u64(src) * u64(stride) + u64(2 * key_dim + head * D + slab + j)) * u64(2)))
+                                    column = u64(2 * key_dim + head * D + slab + j)
+                                    v = u32(ldg_i32(qkv + (u64(src) * u64(stride) + column) * u64(2)))
                                 rate = lds(sm + BETA_AT + row * 4)
                                 decay = (f1 if half else f0) * ex2(c1 if half else c0)           # has beta in it
                                 sts2(sm + Y_AT + row * FROW + j * 4, rate * low(v) - decay * prod[4 * n + 2 * half],
@@ -379,7 +382,7 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
     heads = rates.shape[1]
     key_heads, rest = divmod(x.shape[1] - heads * D, 2 * D)
     if key_heads < 1 or rest:
-        raise ValueError(f"qkv has {x.shape[1]} columns, which are not q | k | v of {heads} value heads (the columns of g)")
+        raise ValueError(f"qkv has {x.shape[1]} columns: not q | k | v of {heads} value heads (the columns of g)")
     _check_heads(key_heads, heads)
     betas = view("beta", beta, np.uint16, x.shape[0], heads)
     out = view("o", o, np.uint16, x.shape[0], heads * D)
@@ -390,12 +393,13 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
     slots = view("chunk_slots", chunk_slots, np.int32, chunks)
     run_list = view("runs", runs, np.int32, None, 4)
     kept = view("states", states, np.float32, None, heads, D, D)
-    for name, v, bytes_, step in (("qkv", x, 16, 8), ("o", out, 4, 2), ("chunk_rows", rows, 16, 0),
-                                  ("chunk_out_rows", out_rows, 16, 0), ("runs", run_list, 16, 0), ("states", kept, 16, 0)):
-        if v.address % bytes_:
-            raise ValueError(f"{name} must be aligned to {bytes_} bytes")
+    for name, v, alignment, step in (
+            ("qkv", x, 16, 8), ("o", out, 4, 2), ("chunk_rows", rows, 16, 0), ("chunk_out_rows", out_rows, 16, 0),
+            ("runs", run_list, 16, 0), ("states", kept, 16, 0)):
+        if v.address % alignment:
+            raise ValueError(f"{name} must be aligned to {alignment} bytes")
         if step and v.strides[0] % step:
-            raise ValueError(f"{name} must have rows aligned to {bytes_} bytes, not {v.strides[0]} elements apart")
+            raise ValueError(f"{name} must have rows aligned to {alignment} bytes, not {v.strides[0]} elements apart")
         if not step and v.strides != _contiguous(v.shape):
             raise ValueError(f"{name} must be contiguous, not have strides {v.strides} for shape {v.shape}")
     if hopper:
@@ -403,14 +407,14 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
         need = hopper_gdn.scratch_bytes(chunks, kept.shape[0], heads)
         room = view("scratch", scratch, np.uint8, None)
         if room.shape[0] < need or room.address % 16:
-            raise ValueError(f"scratch must hold {need} bytes, 16-byte aligned, not {room.shape[0]} at {room.address:#x}")
+            raise ValueError(f"scratch must be {need} bytes, 16-byte aligned, not {room.shape[0]} at {room.address:#x}")
         hopper_gdn.launch(stream, key_heads, x, rates, betas, out, number, rows, out_rows, slots, run_list, kept,
                           room.address, multiprocessors(), pdl)
     else:
         kernel(key_heads, heads)(
             stream, (D // SLAB, heads), x.address, x.strides[0], rates.address, rates.strides[0], betas.address,
-            betas.strides[0], out.address, out.strides[0], number.address, rows.address, out_rows.address, slots.address,
-            run_list.address, kept.address, pdl=pdl)
+            betas.strides[0], out.address, out.strides[0], number.address, rows.address, out_rows.address,
+            slots.address, run_list.address, kept.address, pdl=pdl)
 
 
 def _check_heads(key_heads: int, value_heads: int) -> None:

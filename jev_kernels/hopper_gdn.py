@@ -1,7 +1,7 @@
 """Chunked gated delta rule over a tree of chunks, on Hopper tensor cores (sm_90a): the two kernels together.
 
-See ``jev_kernels.gdn`` for the operation, ``hopper_gdn_prepare`` and ``hopper_gdn_scan`` for the kernels, which also list
-their rounding points. Here: how much memory they need and how they are launched. Arguments are not checked here.
+See ``jev_kernels.gdn`` for the operation, ``hopper_gdn_prepare`` and ``hopper_gdn_scan`` for the kernels, which also
+list their rounding points. Here: how much memory they need and how they are launched. Arguments are not checked here.
 """
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def scratch_bytes(chunks: int, slots: int, value_heads: int) -> int:
 def launch(stream, key_heads: int, qkv: View, g: View, beta: View, o: View, counts: View, chunk_rows: View,
            chunk_out_rows: View, chunk_slots: View, runs: View, states: View, scratch: int, multiprocessors: int,
            pdl: bool) -> None:
-    """Launch both kernels. Arguments as in ``jev_kernels.gdn.gated_delta_rule``, checked there; scratch: its address."""
+    """Launch both kernels. Arguments as in ``jev_kernels.gdn.gated_delta_rule``, checked there; scratch: an address."""
     heads = g.shape[1]
     chunks = chunk_rows.shape[0]
     first, second = kernels(key_heads, heads)
     flags = scratch + record_bytes(chunks, heads)
     items = chunks * (heads // prepare.heads_at_once(key_heads, heads))
-    first(stream, min(items, multiprocessors * prepare.RESIDENT), qkv.address, g.address, beta.address, counts.address,
-          chunk_rows.address, chunk_slots.address, scratch, flags, qkv.strides[0], g.strides[0], beta.strides[0], pdl=pdl)
+    first(stream, min(items, multiprocessors * prepare.RESIDENT), qkv.address, g.address, beta.address,
+          counts.address, chunk_rows.address, chunk_slots.address, scratch, flags, qkv.strides[0], g.strides[0],
+          beta.strides[0], pdl=pdl)
     second(stream, min(runs.shape[0] * heads * scan.SLABS, multiprocessors), qkv.address, o.address, counts.address,
-           chunk_rows.address, chunk_out_rows.address, chunk_slots.address, runs.address, scratch, states.address, flags,
-           qkv.strides[0], o.strides[0], pdl=pdl)
+           chunk_rows.address, chunk_out_rows.address, chunk_slots.address, runs.address, scratch, states.address,
+           flags, qkv.strides[0], o.strides[0], pdl=pdl)

@@ -18,7 +18,7 @@ The record of a (chunk, value head), RECORD bytes, copied into shared memory by 
 T and P are lower triangular, in 16 x 16 blocks: of the upper block rows (tokens 0-31) columns 0-1, of the lower ones
 columns 0-3, so twelve blocks, two of them zeros. A block is four 8 x 8 matrices in row-major order, each 128 contiguous
 bytes: wgmma's layout without swizzle, and free of bank conflicts for ldmatrix. (wgmmas whose accumulators are
-overlapping ranges of different size make ptxas serialise everything, C7511: hence two zero blocks instead of ten pieces.)
+overlapping ranges of different size make ptxas serialise everything, C7511: hence the two zero blocks.)
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from numba.cuda import types
 
 from jev_kernels import pool
 from jev_kernels.ptx import (
-    cp16, cp_wait_all, ex2, f32, high, high16, i32, ldg, ldg_bf16, ldg_i32, lds, lds_i32, lds2, lds4, ldsm, ldsm_t, low, low16,
+    cp16, cp_wait_all, ex2, f32, high16, i32, ldg, ldg_bf16, ldg_i32, lds, lds_i32, lds2, lds4, ldsm, ldsm_t, low16,
     mma, mma16, pack16, pdl_launch, pdl_wait, ptx, rsqrt, smem_addr, stg, stg_u32, stg_u32x4, sts, sts2,
     sts_lo16, sts_u32, transpose8, u32, u64, void)
 
@@ -83,6 +83,26 @@ solve16 = make_solve16()
 
 
 @cuda.jit(device=True, inline="always")
+def mma_at(acc, n, a, b0, b1):
+    """acc[16 x 8 tile n] += a b, BF16."""
+    d = mma((acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]), a, b0, b1)
+    for e in range(4):
+        acc[4 * n + e] = d[e]
+
+
+@cuda.jit(device=True, inline="always")
+def tile_product(acc, n, a_at, b_at):
+    """acc[16 x 8 tiles n, n + 1] += 16 rows at a_at times 16 rows at b_at, over their 128 columns."""
+    for kk in range(8):
+        flip = (kk & 3) << 5
+        half = (kk >> 2) * 8192
+        a = ldsm((a_at ^ flip) + half)
+        b = ldsm((b_at ^ flip) + half)
+        mma_at(acc, n, a, b[0], b[1])
+        mma_at(acc, n + 1, a, b[2], b[3])
+
+
+@cuda.jit(device=True, inline="always")
 def block_mma(acc, a, at):
     """acc[16 x 16] += A B^T: A in registers, B a block in shared memory."""
     b = ldsm(at)
@@ -119,7 +139,7 @@ def make_prepare(HK: int, HV: int):
     PER_KEY = HV // HK // R                  # groups that share a key head
     QS = C * D * 2                           # q behind k
     HEADS = 2 * QS                           # per value head, behind q:
-    DIAG, DSTRIDE = 0, 1088                  #   4 diagonal blocks of A, fp32 16 x 16 (+ 64 bytes against bank conflicts)
+    DIAG, DSTRIDE = 0, 1088                  #   4 diagonal blocks of A, fp32 16 x 16, and 64 bytes against conflicts
     OFF = 4352                               #   off-diagonal blocks of A, fp16
     INV = OFF + IMAGE                        #   inverses of the diagonal blocks, fp16
     CUM, BETA = INV + 2048, INV + 2304       #   running sum of g (in log2), beta
@@ -127,7 +147,7 @@ def make_prepare(HK: int, HV: int):
     RK = HEADS + R * HEAD
     RQ = RK + 256
     LIST = RQ + 256                          # rows of the chunk after this one
-    SMEM = LIST + 256
+    SMEM = 128 + LIST + 256
 
     @cuda.jit(device=True, inline="always")
     def fetch_rows(sm, qkv, stride, hk, tid):
@@ -137,7 +157,7 @@ def make_prepare(HK: int, HV: int):
             r = (tid >> 4) + it * 16
             src = lds_i32(sm + LIST + r * 4)
             size = i32(16) if src >= 0 else i32(0)
-            at = qkv + (u64(max(src, i32(0))) * u64(stride) + u64(hk * D + c * 8)) * u64(2)
+            at = qkv + u64(i32(max(src, i32(0)) * stride + hk * D + c * 8)) * u64(2)
             dst = sm + (c >> 3) * 8192 + r * 128 + (((c & 7) ^ (r & 7)) << 4)
             cp16(dst, at + u64(HK * D * 2), size)
             cp16(dst + QS, at, size)
@@ -161,7 +181,7 @@ def make_prepare(HK: int, HV: int):
 
     def prepare(qkv, g, beta, counts, chunk_rows, chunk_slots, record, flags, stride, g_stride, beta_stride):
         """qkv: BF16 rows q|k|v, g float32, beta BF16, with row strides in elements. See the module."""
-        shared = smem_addr(cuda.shared.array(0, types.uint8))
+        shared = i32((smem_addr(cuda.shared.array(0, types.uint8)) + 127) & ~127)
         sm = shared
         tid = i32(cuda.threadIdx.x)
         warp = i32(tid >> 5)
@@ -173,7 +193,7 @@ def make_prepare(HK: int, HV: int):
             cp16(sm + LIST + tid * 16, chunk_rows + u64(item // GROUPS * 256 + tid * 16), 16)
             cp_wait_all()
         cuda.syncthreads()
-        pdl_wait()                             # the inputs are there, and the scan before has read its records and flags
+        pdl_wait()                             # inputs are there, and the scan before has read its records and flags
         pdl_launch()
         gates = (f32(0), f32(0), f32(0), f32(0))
         if item < items:
@@ -221,29 +241,25 @@ def make_prepare(HK: int, HV: int):
             for e in range(32):
                 acc[e] = f32(0)
             strip = i32(warp & 3) if warp < 4 else i32(7 - warp)        # a scheduler gets a long and a short one
-            mine = sm + (warp >> 2) * QS
-            a_row = strip * 16 + (lane & 15)
-            b_row = (lane & 7) + ((lane >> 4) << 3)
-            n0 = f32(0)
-            n1 = f32(0)
-            for kk in range(8):
-                sub = (kk >> 2) * 8192
-                a = ldsm(mine + sub + a_row * 128 + ((((kk & 3) * 2 + (lane >> 4)) ^ (lane & 7)) << 4))
-                n0 += low(a[0]) * low(a[0]) + high(a[0]) * high(a[0]) + low(a[2]) * low(a[2]) + high(a[2]) * high(a[2])
-                n1 += low(a[1]) * low(a[1]) + high(a[1]) * high(a[1]) + low(a[3]) * low(a[3]) + high(a[3]) * high(a[3])
-                for nb in range(4):
-                    if nb <= strip:
-                        b = ldsm(sm + sub + (nb * 16 + b_row) * 128
-                                 + ((((kk & 3) * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4))
-                        j = nb * 8
-                        d = mma((acc[j], acc[j + 1], acc[j + 2], acc[j + 3]), a, b[0], b[1])
-                        acc[j] = d[0]; acc[j + 1] = d[1]; acc[j + 2] = d[2]; acc[j + 3] = d[3]
-                        d = mma((acc[j + 4], acc[j + 5], acc[j + 6], acc[j + 7]), a, b[2], b[3])
-                        acc[j + 4] = d[0]; acc[j + 5] = d[1]; acc[j + 6] = d[2]; acc[j + 7] = d[3]
-            n0 += cuda.shfl_xor_sync(0xffffffff, n0, 1)
-            n0 += cuda.shfl_xor_sync(0xffffffff, n0, 2)
-            n1 += cuda.shfl_xor_sync(0xffffffff, n1, 1)
-            n1 += cuda.shfl_xor_sync(0xffffffff, n1, 2)
+            # a piece is at (piece ^ row) << 4 of its row, and rows are 128-byte aligned: the k16 step flips two bits
+            row7 = i32(lane & 7)
+            a_at = sm + (warp >> 2) * QS + (strip * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ row7) << 4)
+            b_at = sm + (row7 + ((lane >> 4) << 3)) * 128 + ((((lane >> 3) & 1) ^ row7) << 4)
+            tile_product(acc, 0, a_at, b_at)
+            if strip >= 1:
+                tile_product(acc, 2, a_at, b_at + 2048)
+            if strip >= 2:
+                tile_product(acc, 4, a_at, b_at + 4096)
+            if strip >= 3:
+                tile_product(acc, 6, a_at, b_at + 6144)
+            # sums of squares: the diagonal of this strip's product with itself, in the lane with tt = gg / 2
+            own = cuda.local.array(8, f32)
+            clear(own)
+            tile_product(own, 0, a_at, b_at + (warp >> 2) * QS + strip * 2048)
+            n0 = own[1] if gg & 1 else own[0]
+            n1 = own[7] if gg & 1 else own[6]
+            n0 = cuda.shfl_sync(0xffffffff, n0, (lane & 28) | (gg >> 1))
+            n1 = cuda.shfl_sync(0xffffffff, n1, (lane & 28) | (gg >> 1))
             n0 = rsqrt(n0 + f32(EPS))
             n1 = rsqrt(n1 + f32(EPS))
             i0 = i32(strip * 16 + gg)
@@ -257,13 +273,19 @@ def make_prepare(HK: int, HV: int):
             cp_wait_all()
             cuda.syncthreads()
 
-            # q and k have been read: the next item's may come
+            # q and k have been read: the next item's may come.  The norms are the same for all value heads.
+            for n in range(8):
+                if (n >> 1) <= strip:
+                    rj = lds2(sm + RK + (n * 8 + tt * 2) * 4)
+                    for e in range(2):
+                        acc[4 * n + e] *= n0 * rj[e]
+                        acc[4 * n + 2 + e] *= n1 * rj[e]
             if item < items:
                 fetch_rows(sm, qkv, stride, item % GROUPS // PER_KEY, tid)
                 if warp < R:
                     gates = fetch_gates(sm, g, beta, g_stride, beta_stride, item % GROUPS * R + warp, lane)
 
-            # Decays.  warps 0-3: A = strict lower of beta_i (k_i k_j) 2^(c_i - c_j); warps 4-7: P, straight to the record.
+            # Decays.  warps 0-3: A = strict lower of beta_i (k_i k_j) 2^(c_i - c_j); warps 4-7: P, into the record.
             # Left of the diagonal block 2^(c_i - c_j) = 2^(c_i - c_m) 2^(c_m - c_j), m the token before the strip:
             # both at most 1, and few of them.
             for h in range(R):
@@ -271,20 +293,19 @@ def make_prepare(HK: int, HV: int):
                 c0 = lds(head + CUM + i0 * 4)
                 c1 = lds(head + CUM + i0 * 4 + 32)
                 cm = lds(head + CUM + max(i32(strip * 16 - 1), i32(0)) * 4)
-                f0 = n0
-                f1 = n1
+                f0 = f32(1)
+                f1 = f32(1)
                 if warp < 4:
-                    f0 *= lds(head + BETA + i0 * 4)
-                    f1 *= lds(head + BETA + i0 * 4 + 32)
+                    f0 = lds(head + BETA + i0 * 4)
+                    f1 = lds(head + BETA + i0 * 4 + 32)
                 e0 = f0 * ex2(c0 - cm)
                 e1 = f1 * ex2(c1 - cm)
                 image = records + u64(h * RECORD + P_AT + lane * 4)
                 for n in range(8):
                     if (n >> 1) < strip:
                         cj = lds2(head + CUM + (n * 8 + tt * 2) * 4)
-                        rj = lds2(sm + RK + (n * 8 + tt * 2) * 4)
-                        z0 = rj[0] * ex2(cm - cj[0])
-                        z1 = rj[1] * ex2(cm - cj[1])
+                        z0 = ex2(cm - cj[0])
+                        z1 = ex2(cm - cj[1])
                         x0 = pack16(acc[4 * n] * e0 * z0, acc[4 * n + 1] * e0 * z1)
                         x1 = pack16(acc[4 * n + 2] * e1 * z0, acc[4 * n + 3] * e1 * z1)
                         at = block_at(strip, n >> 1) + (n & 1) * 128
@@ -297,12 +318,11 @@ def make_prepare(HK: int, HV: int):
                     elif (n >> 1) == strip:
                         j = i32((n & 1) * 8 + tt * 2)                    # inside the block
                         cj = lds2(head + CUM + (n * 8 + tt * 2) * 4)
-                        rj = lds2(sm + RK + (n * 8 + tt * 2) * 4)
                         i = gg if warp < 4 else i32(gg + 1)              # P keeps the diagonal
-                        x0 = acc[4 * n] * f0 * rj[0] * ex2(c0 - cj[0]) if j < i else f32(0)
-                        x1 = acc[4 * n + 1] * f0 * rj[1] * ex2(c0 - cj[1]) if j + 1 < i else f32(0)
-                        x2 = acc[4 * n + 2] * f1 * rj[0] * ex2(c1 - cj[0]) if j < i + 8 else f32(0)
-                        x3 = acc[4 * n + 3] * f1 * rj[1] * ex2(c1 - cj[1]) if j + 1 < i + 8 else f32(0)
+                        x0 = acc[4 * n] * f0 * ex2(c0 - cj[0]) if j < i else f32(0)
+                        x1 = acc[4 * n + 1] * f0 * ex2(c0 - cj[1]) if j + 1 < i else f32(0)
+                        x2 = acc[4 * n + 2] * f1 * ex2(c1 - cj[0]) if j < i + 8 else f32(0)
+                        x3 = acc[4 * n + 3] * f1 * ex2(c1 - cj[1]) if j + 1 < i + 8 else f32(0)
                         if warp < 4:
                             to = head + DIAG + strip * DSTRIDE + gg * 64 + j * 4
                             sts2(to, x0, x1)

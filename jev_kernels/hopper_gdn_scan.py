@@ -13,8 +13,8 @@ state that a run starts from by bulk copies.
 Rounding points (everything else float32): S as an operand: BF16. SU V': two BF16 parts, high and low, so that a state
 carries 16 bits of every V' (with one part, nearly parallel keys left 1e-2 in it). Y and V' in P V': float16. o: BF16.
 
-Work. An item is (block of consecutive runs, value head, slab of 64 value columns); CTA b takes items b, b + gridDim, ...
-in turn, run by run. A block has one run unless there are many (short branches), then up to eight: consecutive runs
+Work. An item is (block of consecutive runs, value head, slab of 64 value columns); CTA b takes items b, b + gridDim,
+... in turn, run by run. A block has one run unless there are many (short branches), then up to eight: consecutive runs
 that start from the same state find it in shared memory.
 
 States. After a chunk with chunk_slots >= 0 the state goes to that slot, stored once in a call, and each of the four
@@ -29,8 +29,8 @@ unfinished item, once its CTA is resident, never waits. All CTAs become resident
 multiprocessor, kernels before do not wait for this one, and a dependent kernel starts only after all CTAs here have
 begun. A state that nobody stores would be waited for in vain: after some seconds the kernel traps.
 
-States are float32, [slot, value head, slab] x 32 KB, in the order of the accumulators (see ``state_matrices``), so a run
-that resumes has the bits of one that carried on in registers.
+States are float32, [slot, value head, slab] x 32 KB, in the order of the accumulators (see ``state_matrices``), so a
+run that resumes has the bits of one that carried on in registers.
 """
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from jev_kernels import pool
 from jev_kernels.hopper_gdn_prepare import D, IMAGE, LAST_AT, P_AT, RECORD, SK_AT, SQ_AT, SU_AT, T_AT
 from jev_kernels.hopper_gdn_wgmma import wgmma, wgmma_wait
 from jev_kernels.ptx import (
-    bulk, cp16, cp_arrive, cp_wait_all, f32, fence_async, high, i32, ldg_i32, ldg_u32x4, lds, lds2, lds4, lds_i32, ldsm_t, low,
-    mbar_arrive, mbar_expect, mbar_fence, mbar_init, mbar_wait, pack, pack16, pdl_launch, pdl_wait, ptx, smem_addr,
-    stg_u32, stg_u32x4, sts_u32, transpose8, u32, u64, uniform, void)
+    bulk, cp16, cp_arrive, cp_wait_all, f32, fence_async, high, i32, ldg_i32, ldg_u32x4, lds, lds2, lds4, lds_i32,
+    ldsm_t, low, mbar_arrive, mbar_expect, mbar_fence, mbar_init, mbar_wait, pack, pack16, pdl_launch, pdl_wait,
+    ptx, smem_addr, stg_u32, stg_u32x4, sts_u32, transpose8, u32, u64, uniform, void)
 
 WARPS = 4                     # that compute, 16 value columns each
 COPY_WARPS = 4
@@ -255,7 +255,8 @@ def make_scan(HK: int, HV: int, split: bool = True):
                             await_flag(flags + u64((start * HEADS + head) * 4), WARPS)
                             fence_global()
                             mbar_expect(state_full, STATE_BYTES)
-                            bulk(sm + STATE, states + u64(start * HEADS + head) * u64(STATE_BYTES), STATE_BYTES, state_full)
+                            at = states + u64(start * HEADS + head) * u64(STATE_BYTES)
+                            bulk(sm + STATE, at, STATE_BYTES, state_full)
                         state_phase = i32(state_phase ^ 1)
                     stage = i32(stage + 1)
                     if stage == STAGES:
@@ -364,8 +365,9 @@ def make_scan(HK: int, HV: int, split: bool = True):
                         for m in range(8):
                             for e in range(2):
                                 j = 4 * m + 2 * e
-                                whole = wk[2 * m + e]
-                                wl[2 * m + e] = pack(w[j] * zs[2 * m] - low(whole), w[j + 1] * zs[2 * m + 1] - high(whole))
+                                a = w[j] * zs[2 * m] - low(wk[2 * m + e])
+                                b = w[j + 1] * zs[2 * m + 1] - high(wk[2 * m + e])
+                                wl[2 * m + e] = pack(a, b)
                         add_k(s, wl, base)
                     # O^T = decayed (S^T q^T) + V'^T P^T, S from before the update
                     if split:

@@ -96,7 +96,8 @@ def wgmma(name, dtype, d_regs, a_regs, pieces, lbo, sbo, swizzle=False, trans=0,
         a = ", ".join(f"${d_regs + a0 + i}" for i in range(4))
         pred = "z" if not add and all(d0 != other[1] for other in pieces[:at]) else "p"
         body.append(f"add.s32 t, ${d_regs + a_regs}, {off >> 4}; mov.b64 b, {{t, h}};"
-                    f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{{d}}}, {{{a}}}, b, {pred}, 1, 1, {trans};")
+                    f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+                    f" {{{d}}}, {{{a}}}, b, {pred}, 1, 1, {trans};")
     body.append("wgmma.commit_group.sync.aligned; }")
     text = "\n".join(body)
     cons = ",".join(["=f"] * d_regs + ["r"] * (a_regs + 1) + [str(i) for i in range(d_regs)] * add + ["~{memory}"])
@@ -118,8 +119,11 @@ def wgmma(name, dtype, d_regs, a_regs, pieces, lbo, sbo, swizzle=False, trans=0,
 
 
 def wgmma_wait(name, left, d_sizes, a_sizes):
-    """name(d..., a...): wait until at most `left` groups are in flight. The d arrays come out as new values, so no use of
-    them moves above the wait; the a arrays are operands of what was in flight: naming them keeps their registers."""
+    """name(d..., a...): wait until at most `left` groups are in flight.
+
+    The d arrays come out as new values, so no use of them moves above the wait; the a arrays are operands of what was
+    in flight: naming them keeps their registers.
+    """
     if config.ENABLE_CUDASIM:
         return lambda *arrays: None
     nd = sum(d_sizes)

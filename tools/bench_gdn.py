@@ -29,7 +29,8 @@ def options(prefix: int, n: int, tail: int) -> list[np.ndarray]:
     """n sequences over one prefix, with tails of 1 to 2 tail - 1 tokens."""
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 1000, prefix)
-    return [np.concatenate([shared, [2000 + i], rng.integers(0, 1000, int(rng.integers(0, 2 * tail - 1)))]) for i in range(n)]
+    tails = [rng.integers(0, 1000, int(rng.integers(0, 2 * tail - 1))) for _ in range(n)]
+    return [np.concatenate([shared, [2000 + i], more]) for i, more in enumerate(tails)]
 
 
 def cases(lengths) -> dict[str, list[np.ndarray]]:
@@ -86,23 +87,27 @@ def main(arguments=None) -> None:
     heads = HEADS[options_.model]
     hopper = gdn.on_hopper()
     print(f"{torch.cuda.get_device_name()}, {heads[0]} key heads, {heads[1]} value heads; us a call")
-    print(f"{'case':>28} {'rows':>5} {'chunks':>6} {'both':>7} {'prepare':>7} {'scan':>7} {'portable':>8} {'FLA':>7}  error",
-          flush=True)
+    titles = (("case", 28), ("rows", 5), ("chunks", 6), ("both", 7), ("prepare", 7), ("scan", 7), ("portable", 8),
+              ("FLA", 7))
+    print(*(title.rjust(width) for title, width in titles), " error", flush=True)
     results = []
     for name, sequences in cases([int(n) for n in options_.lengths.split(",") if n]).items():
         p = Problem(sequences, key_heads=heads[0], value_heads=heads[1])
         row = {"case": name, "rows": p.pool.n_rows, "chunks": len(p.pool.chunk_rows), "error": error(
             p.run(), reference(p.pool, *p.data)), "both": timed(p.launch)}
         row["prepare"], row["scan"] = (alone(p, 0), alone(p, 1)) if hopper else (None, None)
-        row["portable"] = timed(Problem(sequences, data=p.data, key_heads=heads[0], value_heads=heads[1], hopper=False).launch,
-                                2, 3) if options_.portable else None
+        row["portable"] = None
+        if options_.portable:
+            other = Problem(sequences, data=p.data, key_heads=heads[0], value_heads=heads[1], hopper=False)
+            row["portable"] = timed(other.launch, 2, 3)
         row["FLA"] = fla(p) if len(sequences) == 1 else None
         results.append(row)
         times = " ".join(f"{row[key]:{width}.1f}" if row[key] is not None else "-".rjust(width)
-                         for key, width in (("both", 7), ("prepare", 7), ("scan", 7), ("portable", 8), ("FLA", 7)))
+                         for key, width in titles[3:])
         print(f"{name:>28} {row['rows']:5} {row['chunks']:6} {times}  {row['error']:.2e}", flush=True)
     if options_.json:
-        Path(options_.json).write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "heads": heads, "rows": results}, indent=1))
+        report = {"gpu": torch.cuda.get_device_name(), "heads": heads, "rows": results}
+        Path(options_.json).write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """The gated delta rule on a GPU: against float64, the same bits in any company, in graphs with dependent launches."""
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from jev_kernels import gdn                                             # noqa: E402
-from tests.gpu.gdn_problem import Problem, capture, error, inputs, reference      # noqa: E402
+from tests.gpu.gdn_problem import KINDS, Problem, capture, error, inputs, reference      # noqa: E402
 
 pytestmark = pytest.mark.gpu
 LIMIT = 4e-3
@@ -59,8 +63,7 @@ def test_sizes(rows, hopper):
     assert error(p.run(), reference(p.pool, *p.data)) <= LIMIT
 
 
-@pytest.mark.parametrize("kind", ["weak", "strong", "mixed", "correlated", "aligned", "zero mean", "zero keys", "small", "large",
-                                  "faint", "loud", "endless"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_input(kind, hopper):
     p = Problem(sequences(700, 139), kind, hopper=hopper)
     assert error(p.run(), reference(p.pool, *p.data)) <= LIMIT
@@ -76,7 +79,7 @@ def test_trees(tree, hopper):
 
 @pytest.mark.parametrize("kind", ["correlated", "aligned"])
 def test_states_kept_for_branches_are_good_enough(kind, hopper):
-    """Nearly parallel keys leave the largest error in a state; the outputs of the branches that resume must not show it."""
+    """Nearly parallel keys leave the largest error in a state; branches that resume from it must not show it."""
     p = Problem(branches(1000, [40] * 20), kind, hopper=hopper)
     out, ref = p.run(), reference(p.pool, *p.data)
     tails = p.pool.positions >= 1000
@@ -140,7 +143,7 @@ def test_bits_depend_on_the_prefix_alone(hopper):
 
 
 def test_layers_in_a_graph(hopper):
-    """48 calls back to back under dependent launch, replayed: each on its own inputs, with shared scratch and states."""
+    """48 calls back to back under dependent launch, replayed, on six sets of inputs, with shared scratch and states."""
     layers = [Problem(TREES["three levels"] if n % 2 else TREES["questions"], hopper=hopper, seed=n) for n in range(6)]
     wanted = []
     for p in layers:
@@ -182,9 +185,23 @@ def test_a_graph_follows_its_metadata(hopper):
 
 def test_arguments_are_checked():
     p = Problem(sequences(5))
-    names = ("qkv", "g", "beta", "o", "counts", "chunk_rows", "chunk_out_rows", "chunk_slots", "runs", "states", "scratch")
-    for at, name in enumerate(names):
+    names = ("qkv", "g", "beta", "o", "counts", "chunk_rows", "chunk_out_rows", "chunk_slots", "runs", "states",
+             "scratch")
+    for at, name in enumerate(names[:None if gdn.on_hopper() else -1]):        # only the Hopper kernels use scratch
         wrong = list(p.arguments)
         wrong[at] = torch.zeros(3, 3, dtype=torch.float64, device="cuda")
         with pytest.raises(ValueError, match=name):
             gdn.gated_delta_rule(0, *wrong)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool, hopper):
+    """One pass over a small tree under compute-sanitizer."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer")
+    code = f"from tests.gpu.gdn_problem import one_pass; one_pass({hopper})"
+    done = subprocess.run(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
+                          capture_output=True, text=True, timeout=250)
+    if "not supported" in done.stdout:
+        pytest.skip("compute-sanitizer cannot use this device")
+    assert done.returncode == 0 and "one pass: ok" in done.stdout, (done.stdout + done.stderr)[-3000:]

@@ -46,7 +46,8 @@ class Problem:
         states = np.full(gdn.states_shape(self.pool.n_slots, heads), np.nan, np.float32)
         size = gdn.scratch_bytes(len(self.indices[0]), len(states), key_heads, heads, hopper)
         scratch = np.full(max(size, 16), 0xFF, np.uint8)
-        gdn.gated_delta_rule(0, self.qkv, self.g, self.beta, out, self.counts, *self.indices, states, scratch, hopper=hopper)
+        gdn.gated_delta_rule(0, self.qkv, self.g, self.beta, out, self.counts, *self.indices, states, scratch,
+                             hopper=hopper)
         n = self.pool.n_rows
         assert (out[n:] == 0x7FC1).all()
         return out[:n].reshape(n, heads, D), gdn.state_matrices(states, hopper)
@@ -54,7 +55,8 @@ class Problem:
     def expected(self):
         n, (hk, _) = self.pool.n_rows, self.heads
         q, k, v = (x.reshape(n, -1, D) for x in np.split(wide(self.qkv[:n]), [hk * D, 2 * hk * D], axis=1))
-        return reference.gated_delta_rule(q, k, v, self.g[:n].astype(np.float64), wide(self.beta[:n]), self.pool.parents)
+        g, beta = self.g[:n].astype(np.float64), wide(self.beta[:n])
+        return reference.gated_delta_rule(q, k, v, g, beta, self.pool.parents)
 
     def rows_of(self, sequence):
         rows, row = [], int(self.pool.last_rows[sequence])
@@ -81,7 +83,7 @@ def test_one_chunk(n, hopper, schedule):
 
 @pytest.mark.parametrize("hopper", [False, True])
 def test_tree(hopper):
-    """Branches inside a chunk and on its boundary; a stored state is resumed; rows keep the bits that they have alone."""
+    """Branches inside a chunk and on its boundary; a stored state is resumed; rows keep the bits they have alone."""
     p = Problem(TREE)
     out, _ = p.run(hopper)
     assert p.pool.n_slots == 1 and error(out, p.expected()) <= 2.5e-3
@@ -147,12 +149,14 @@ def test_records():
                 out[i, j] = blocks[(i >> 1) * 4 + j * 2 + (i & 1)].transpose(0, 2, 1, 3).reshape(16, 16)
         return out.transpose(0, 2, 1, 3).reshape(64, 64)
 
-    q, k = (wide(x) / np.sqrt((wide(x) ** 2).sum(1, keepdims=True) + 1e-6) for x in (p.qkv[:64, :D], p.qkv[:64, D:2 * D]))
+    q, k = (wide(p.qkv[:64, at:at + D]) for at in (0, D))
+    q, k = (x / np.sqrt((x * x).sum(1, keepdims=True) + 1e-6) for x in (q, k))
     c, beta = np.cumsum(p.g[:64, 0].astype(np.float64)), wide(p.beta[:64, 0])
     ratio = np.exp(np.where(np.tri(64, dtype=bool), c[:, None] - c, -np.inf))
     a = np.tril(beta[:, None] * (k @ k.T) * ratio, -1)
     t = np.linalg.inv(np.eye(64) + a) * beta
-    for got, want in ((image(hopper_gdn_prepare.T_AT), t), (image(hopper_gdn_prepare.P_AT), q @ k.T * ratio / np.sqrt(D))):
+    pairs = q @ k.T * ratio / np.sqrt(D)
+    for got, want in ((image(hopper_gdn_prepare.T_AT), t), (image(hopper_gdn_prepare.P_AT), pairs)):
         assert np.linalg.norm(got - want) / np.linalg.norm(want) <= 5e-4 and not np.triu(got, 1).any()
 
 
@@ -161,7 +165,8 @@ def test_arguments_are_checked():
     states, scratch = np.zeros(gdn.states_shape(1, 1), np.float32), np.zeros(1 << 16, np.uint8)
     out = np.zeros((len(p.qkv), D), np.uint16)
     good = dict(qkv=p.qkv, g=p.g, beta=p.beta, o=out, counts=p.counts,
-                **dict(zip(("chunk_rows", "chunk_out_rows", "chunk_slots", "runs"), p.indices)), states=states, scratch=scratch)
+                **dict(zip(("chunk_rows", "chunk_out_rows", "chunk_slots", "runs"), p.indices)), states=states,
+                scratch=scratch)
     bad = dict(qkv=p.qkv[:, 1:], g=p.g.astype(np.float64), beta=p.beta[:-1], o=out[:, :64], counts=p.counts[:3],
                chunk_rows=p.indices[0][:, :32], chunk_out_rows=p.indices[1][1:], chunk_slots=p.indices[2][1:],
                runs=p.indices[3][:, :3], states=states[:, :, :64], scratch=scratch[:100])
