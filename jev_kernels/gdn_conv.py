@@ -7,9 +7,9 @@ x [rows, channels] (columns of the stacked projection's output), w [channels, 4]
 [rows, heads], A_log, dt_bias [heads]. BF16 (uint16) except g; x, b, a and y with any row stride.
 
 Rows are nodes of a token trie in depth-first order, so the previous token of row t is parents[t]: t - 1, except at the
-start of a branch. A thread takes eight channels and walks down eight rows, with the last three in registers and the
-next four on their way; it follows ``parents`` three steps up only at its first row and where a branch starts. A row's
-own arithmetic is the same either way: fma from the oldest tap to the newest, in float32.
+start of a branch. A thread takes eight channels and walks down its rows, four at a time, with the three before them in
+registers; it follows ``parents`` three steps up only at its first row and where a branch starts. A row's own arithmetic
+is the same either way: fma from the oldest tap to the newest, in float32.
 
 Channels in eights of 16-byte accesses; one by one where pointers, strides or their number rule that out (same bits).
 Gates are few: extra blocks of the same launch compute them, or a launch of their own.
@@ -31,9 +31,9 @@ from jev_kernels.ptx import f32, i32, u32, u64
 from jev_kernels.silu import sigmoid, silu
 
 THREADS = 128
-ROWS_A_BLOCK = 8
+FEW_ROWS = 512                   # up to here short blocks, for latency; above, longer ones read less twice
 TAPS = 4
-MAX_ROW_BLOCKS = 65535           # the grid's second dimension
+MAX_ROWS = 4 * 65535             # the grid's second dimension
 LINEAR_FROM = np.float32(20)     # softplus(x) = x above, as PyTorch has it
 
 
@@ -46,20 +46,21 @@ def gate(a, a_log, dt_bias):
 
 
 @ptx.device_function
-def convolved(w, e, x0, x1, x2, x3):
-    """silu(r(.)) of channel e of eight: its taps, the pairs w[2 e], w[2 e + 1], on the values of four rows, oldest first."""
-    total = ptx.mul_rn(ptx.low(w[2 * e]), x0)
-    total = ptx.fma(ptx.high(w[2 * e]), x1, total)
-    total = ptx.fma(ptx.low(w[2 * e + 1]), x2, total)
-    total = ptx.fma(ptx.high(w[2 * e + 1]), x3, total)
-    return silu(ptx.low(ptx.pack(total, f32(0))))
+def taps(w, c, x0, x1, x2, x3):
+    """The sum of channel c of eight: its taps, the pairs w[2 c] and w[2 c + 1], on the values of four rows, oldest first."""
+    total = ptx.mul_rn(ptx.low(w[2 * c]), x0)
+    total = ptx.fma(ptx.high(w[2 * c]), x1, total)
+    total = ptx.fma(ptx.low(w[2 * c + 1]), x2, total)
+    return ptx.fma(ptx.high(w[2 * c + 1]), x3, total)
 
 
 @ptx.device_function
-def convolved_pair(w, p, x0, x1, x2, x3):
-    """Channels 2 p and 2 p + 1 of eight, packed, from the pairs of four rows, oldest first."""
-    return ptx.pack(convolved(w, 2 * p, ptx.low(x0), ptx.low(x1), ptx.low(x2), ptx.low(x3)),
-                    convolved(w, 2 * p + 1, ptx.high(x0), ptx.high(x1), ptx.high(x2), ptx.high(x3)))
+def convolved_pair(w, p, x, j):
+    """Pair p of four of the row that stands in x[j + 12 ..], its three predecessors before it."""
+    a, b, c, d = x[j + p], x[j + 4 + p], x[j + 8 + p], x[j + 12 + p]
+    total = ptx.pack(taps(w, 2 * p, ptx.low(a), ptx.low(b), ptx.low(c), ptx.low(d)),
+                     taps(w, 2 * p + 1, ptx.high(a), ptx.high(b), ptx.high(c), ptx.high(d)))
+    return ptx.pack(silu(ptx.low(total)), silu(ptx.high(total)))
 
 
 @functools.lru_cache(maxsize=None)
@@ -67,7 +68,7 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
     """Blocks (channels, rows); with both, the last column of blocks computes the gates.
 
     Parameters: x, row stride; w; y, row stride; parents; channels; then b, row stride, a, row stride, A_log, dt_bias,
-    beta, g, heads; live count. What is not computed is not read.
+    beta, g, heads; live count, rows of a block (a multiple of 4). What is not computed is not read.
     """
     load8, _, store8 = bf16.access(vector)
 
@@ -75,8 +76,9 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
     def gate_block(first, last, b_at, b_ld, a_at, a_ld, a_log, dt_bias, beta_at, g_at, heads):
         i = i32(cuda.threadIdx.x)
         while i < (last - first) * heads:
-            row = first + i32(i // heads)
-            head = i32(i % heads)
+            below = ptx.div_u32(i, heads)
+            row = i32(first + below)
+            head = i32(i - below * heads)
             b = ptx.ldg_bf16(b_at + u64((row * b_ld + head) * 2))
             a = ptx.ldg_bf16(a_at + u64((row * a_ld + head) * 2))
             log, bias = ptx.ldg_bf16(a_log + u64(head * 2)), ptx.ldg_bf16(dt_bias + u64(head * 2))
@@ -86,20 +88,35 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
             i += i32(THREADS)
 
     @ptx.device_function
-    def load(x_at, x_ld, row, wanted, n):
-        x = (u32(0), u32(0), u32(0), u32(0))
+    def load(x, slot, x_at, x_ld, row, wanted, n):
+        """Eight channels of a row (zeros unless wanted) into the registers x[4 slot ..]."""
+        v = (u32(0), u32(0), u32(0), u32(0))
         if wanted:
-            x = load8(x_at + u64(row * x_ld * 2), n)
-        return x
+            v = load8(x_at + u64(row * x_ld * 2), n)
+        x[4 * slot], x[4 * slot + 1], x[4 * slot + 2], x[4 * slot + 3] = v[0], v[1], v[2], v[3]
 
     @ptx.device_function
     def parent_of(row, parents):
         return ptx.ldg_i32(parents + u64(row * 4)) if row >= 0 else i32(-1)
 
+    @ptx.device_function
+    def finish(r, row, last, starts, up, x, w, x_at, x_ld, y_at, y_ld, parents, n):
+        """Row r of four; ``starts``: it is the first of a branch, so the three rows above it are elsewhere."""
+        if row < last:
+            if starts:
+                up2 = parent_of(up, parents)
+                up3 = parent_of(up2, parents)
+                load(x, r, x_at, x_ld, up3, up3 >= 0, n)
+                load(x, r + 1, x_at, x_ld, up2, up2 >= 0, n)
+                load(x, r + 2, x_at, x_ld, up, up >= 0, n)
+            store8(y_at + u64(row * y_ld * 2),
+                   (convolved_pair(w, 0, x, 4 * r), convolved_pair(w, 1, x, 4 * r), convolved_pair(w, 2, x, 4 * r),
+                    convolved_pair(w, 3, x, 4 * r)), n)
+
     def gdn_conv_kernel(x_at, x_ld, w_at, y_at, y_ld, parents, channels, b_at, b_ld, a_at, a_ld, a_log, dt_bias,
-                        beta_at, g_at, heads, count):
-        first = i32(i32(cuda.blockIdx.y) * i32(ROWS_A_BLOCK))
-        last = i32(min(first + i32(ROWS_A_BLOCK), ptx.ldg_i32(count)))
+                        beta_at, g_at, heads, count, rows_a_block):
+        first = i32(i32(cuda.blockIdx.y) * rows_a_block)
+        last = i32(min(first + rows_a_block, ptx.ldg_i32(count)))
         if first >= last:
             return
         if gates:
@@ -110,7 +127,7 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
                 return
         if conv:
             at = i32((i32(cuda.blockIdx.x) * i32(THREADS) + i32(cuda.threadIdx.x)) * 8)
-            n = i32(channels - at)                           # channels of the thread's eight that exist
+            n = i32(channels - at)                       # channels of the thread's eight that exist
             if n <= 0:
                 return
             w = cuda.local.array(16, u32)
@@ -119,39 +136,36 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
                 w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3] = v[0], v[1], v[2], v[3]
             x_at = x_at + u64(at * 2)
             y_at = y_at + u64(at * 2)
+            x = cuda.local.array(28, u32)                # the three rows above, then four rows
             up1 = parent_of(first, parents)
             up2 = parent_of(up1, parents)
             up3 = parent_of(up2, parents)
             ptx.pdl_wait()
-            x0 = load(x_at, x_ld, up3, up3 >= 0, n)          # the three rows above
-            x1 = load(x_at, x_ld, up2, up2 >= 0, n)
-            x2 = load(x_at, x_ld, up1, up1 >= 0, n)
-            next0 = load(x_at, x_ld, first, True, n)         # rows on their way
-            next1 = load(x_at, x_ld, first + 1, first + 1 < last, n)
-            next2 = load(x_at, x_ld, first + 2, first + 2 < last, n)
-            next3 = load(x_at, x_ld, first + 3, first + 3 < last, n)
-            ptx.pdl_launch()
+            load(x, 0, x_at, x_ld, up3, up3 >= 0, n)
+            load(x, 1, x_at, x_ld, up2, up2 >= 0, n)
+            load(x, 2, x_at, x_ld, up1, up1 >= 0, n)
             row = i32(first)
             while row < last:
-                x3, next0, next1, next2 = next0, next1, next2, next3
-                next3 = load(x_at, x_ld, row + 4, row + 4 < last, n)
-                up1 = parent_of(row, parents)
-                if row > first and up1 != row - 1:           # a branch starts: the rows above it are elsewhere
-                    up2 = parent_of(up1, parents)
-                    up3 = parent_of(up2, parents)
-                    x0 = load(x_at, x_ld, up3, up3 >= 0, n)
-                    x1 = load(x_at, x_ld, up2, up2 >= 0, n)
-                    x2 = load(x_at, x_ld, up1, up1 >= 0, n)
-                store8(y_at + u64(row * y_ld * 2),
-                       (convolved_pair(w, 0, x0[0], x1[0], x2[0], x3[0]),
-                        convolved_pair(w, 1, x0[1], x1[1], x2[1], x3[1]),
-                        convolved_pair(w, 2, x0[2], x1[2], x2[2], x3[2]),
-                        convolved_pair(w, 3, x0[3], x1[3], x2[3], x3[3])), n)
-                x0, x1, x2 = x1, x2, x3
-                row = i32(row + 1)
+                row1, row2, row3 = i32(row + 1), i32(row + 2), i32(row + 3)
+                load(x, 3, x_at, x_ld, row, True, n)
+                load(x, 4, x_at, x_ld, row1, row1 < last, n)
+                load(x, 5, x_at, x_ld, row2, row2 < last, n)
+                load(x, 6, x_at, x_ld, row3, row3 < last, n)
+                up0 = parent_of(row, parents)
+                up1 = parent_of(row1 if row1 < last else i32(-1), parents)
+                up2 = parent_of(row2 if row2 < last else i32(-1), parents)
+                up3 = parent_of(row3 if row3 < last else i32(-1), parents)
+                ptx.pdl_launch()
+                finish(0, row, last, row > first and up0 != row - 1, up0, x, w, x_at, x_ld, y_at, y_ld, parents, n)
+                finish(1, row1, last, up1 != row, up1, x, w, x_at, x_ld, y_at, y_ld, parents, n)
+                finish(2, row2, last, up2 != row1, up2, x, w, x_at, x_ld, y_at, y_ld, parents, n)
+                finish(3, row3, last, up3 != row2, up3, x, w, x_at, x_ld, y_at, y_ld, parents, n)
+                for i in range(12):
+                    x[i] = x[i + 16]
+                row = i32(row + 4)
 
     m = (u64, i32)
-    return Kernel(gdn_conv_kernel, types.void(*m, u64, *m, u64, i32, *m, *m, u64, u64, u64, u64, i32, u64), THREADS)
+    return Kernel(gdn_conv_kernel, types.void(*m, u64, *m, u64, i32, *m, *m, u64, u64, u64, u64, i32, u64, i32), THREADS)
 
 
 # ---------------------------------------------------------------- launchers
@@ -161,10 +175,11 @@ def gdn_conv(stream, x, weight, parents, y, counts, pdl: bool = False) -> None:
     x, y uint16 [capacity, channels], not overlapping; weight uint16 [channels, 4], contiguous; parents int32
     [>= capacity], -1 at position 0. Raises ValueError naming the argument that does not fit.
     """
-    columns, rows, vector, arguments = _conv(x, weight, parents, y)
-    if rows and columns:
+    columns, capacity, vector, arguments = _conv(x, weight, parents, y)
+    if capacity and columns:
+        grid_rows, rows = row_blocks(capacity)
         kernel = conv_gates_kernel(vector, True, False)
-        kernel(stream, (columns, rows), *arguments, *(0,) * 9, live(counts, ROWS), pdl=pdl)
+        kernel(stream, (columns, grid_rows), *arguments, *(0,) * 9, live(counts, ROWS), rows, pdl=pdl)
 
 
 def gdn_gates(stream, b, a, a_log, dt_bias, beta, g, counts, pdl: bool = False) -> None:
@@ -173,24 +188,27 @@ def gdn_gates(stream, b, a, a_log, dt_bias, beta, g, counts, pdl: bool = False) 
     b, a uint16 [capacity, heads], any row strides; a_log, dt_bias uint16 [heads]; beta uint16 and g float32
     [capacity, heads], contiguous. Raises ValueError naming the argument that does not fit.
     """
-    rows, arguments = _gates(b, a, a_log, dt_bias, beta, g)
-    if rows:
-        conv_gates_kernel(True, False, True)(stream, (1, rows), *(0,) * 7, *arguments, live(counts, ROWS), pdl=pdl)
+    capacity, arguments = _gates(b, a, a_log, dt_bias, beta, g)
+    if capacity:
+        grid_rows, rows = row_blocks(capacity)
+        kernel = conv_gates_kernel(True, False, True)
+        kernel(stream, (1, grid_rows), *(0,) * 7, *arguments, live(counts, ROWS), rows, pdl=pdl)
 
 
 def gdn_conv_gates(stream, x, weight, parents, b, a, a_log, dt_bias, y, beta, g, counts, pdl: bool = False) -> None:
     """``gdn_conv`` and ``gdn_gates`` in one launch: the same arguments, the same bits."""
-    columns, rows, vector, conv_arguments = _conv(x, weight, parents, y)
-    gate_rows, gate_arguments = _gates(b, a, a_log, dt_bias, beta, g)
-    if gate_rows != rows:
-        raise ValueError("b must have as many rows as x")
-    if rows:
-        conv_gates_kernel(vector, True, True)(stream, (columns + 1, rows), *conv_arguments, *gate_arguments,
-                                              live(counts, ROWS), pdl=pdl)
+    columns, capacity, vector, conv_arguments = _conv(x, weight, parents, y)
+    gate_capacity, gate_arguments = _gates(b, a, a_log, dt_bias, beta, g)
+    if gate_capacity != capacity:
+        raise ValueError(f"b has {gate_capacity} rows, x has {capacity}")
+    if capacity:
+        grid_rows, rows = row_blocks(capacity)
+        kernel = conv_gates_kernel(vector, True, True)
+        kernel(stream, (columns + 1, grid_rows), *conv_arguments, *gate_arguments, live(counts, ROWS), rows, pdl=pdl)
 
 
 def _conv(x, weight, parents, y):
-    """(blocks of channels, blocks of rows, whether by 16 bytes, kernel arguments)."""
+    """(blocks of channels, capacity, whether by 16 bytes, kernel arguments)."""
     y = view("y", y, np.uint16, None, None)
     capacity, channels = y.shape
     x = view("x", x, np.uint16, capacity, channels)
@@ -201,12 +219,12 @@ def _conv(x, weight, parents, y):
     if parents.shape[0] < capacity:
         raise ValueError(f"parents has {parents.shape[0]} entries for {capacity} rows of y")
     vector = aligned(x, y) and w.address % 16 == 0
-    return (-(-channels // (8 * THREADS)), _row_blocks("y", capacity), vector,
+    return (-(-channels // (8 * THREADS)), _fitting("y", capacity), vector,
             (x.address, x.strides[0], w.address, y.address, y.strides[0], parents.address, channels))
 
 
 def _gates(b, a, a_log, dt_bias, beta, g):
-    """(blocks of rows, kernel arguments)."""
+    """(capacity, kernel arguments)."""
     beta = view("beta", beta, np.uint16, None, None)
     capacity, heads = beta.shape
     b = view("b", b, np.uint16, capacity, heads)
@@ -217,15 +235,20 @@ def _gates(b, a, a_log, dt_bias, beta, g):
     for name, v in (("beta", beta), ("g", g)):
         if capacity > 1 and v.strides[0] != heads:
             raise ValueError(f"{name} must be contiguous")
-    return _row_blocks("beta", capacity), (b.address, b.strides[0], a.address, a.strides[0], a_log.address,
-                                           dt_bias.address, beta.address, g.address, heads)
+    return _fitting("beta", capacity), (b.address, b.strides[0], a.address, a.strides[0], a_log.address,
+                                        dt_bias.address, beta.address, g.address, heads)
 
 
-def _row_blocks(name: str, capacity: int) -> int:
-    blocks = -(-capacity // ROWS_A_BLOCK)
-    if blocks > MAX_ROW_BLOCKS:
-        raise ValueError(f"{name} must have at most {MAX_ROW_BLOCKS * ROWS_A_BLOCK} rows, not {capacity}")
-    return blocks
+def _fitting(name: str, capacity: int) -> int:
+    if capacity > MAX_ROWS:
+        raise ValueError(f"{name} must have at most {MAX_ROWS} rows, not {capacity}")
+    return capacity
+
+
+def row_blocks(capacity: int) -> tuple[int, int]:
+    """(blocks, rows of a block). Rows are computed alike wherever a block starts, so this only matters for speed."""
+    rows = 4 if capacity <= FEW_ROWS else 8
+    return -(-capacity // rows), rows
 
 
 def kernels() -> dict:

@@ -121,6 +121,7 @@ f32_bits = ptx("f32_bits", f32, (u32,), "mov.b32 $0, $1;", "=f,r", pure=True)   
 ex2 = ptx("ex2", f32, (f32,), "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 rcp = ptx("rcp", f32, (f32,), "rcp.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
 rsqrt = ptx("rsqrt", f32, (f32,), "rsqrt.approx.f32 $0, $1;", "=f,f", pure=True)
+div_u32 = ptx("div_u32", i32, (i32, i32), "div.u32 $0, $1, $2;", "=r,r,r", pure=True)   # i32 // i32 is div.s64: slow
 fma = ptx("fma", f32, (f32, f32, f32), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
 mul_rn = ptx("mul_rn", f32, (f32, f32), "mul.rn.f32 $0, $1, $2;", "=f,f,f", pure=True)      # never contracted to fma
 add_rn = ptx("add_rn", f32, (f32, f32), "add.rn.f32 $0, $1, $2;", "=f,f,f", pure=True)

@@ -268,6 +268,7 @@ def tf32(x): return np.uint32((int(np.float32(x).view(np.uint32)) + 0x1000) & 0x
 def ex2(x): return np.exp2(np.float32(x))
 def rcp(x): return np.float32(1) / np.float32(x)
 def rsqrt(x): return np.float32(1.0 / np.sqrt(np.float64(x)))
+def div_u32(a, b): return np.int32(int(a) // int(b))
 def mul_rn(a, b): return np.float32(a) * np.float32(b)
 def add_rn(a, b): return np.float32(a) + np.float32(b)
 def exp(x): return np.exp(np.float32(x))

@@ -12,7 +12,7 @@ a second one: the order depends on the width alone. Where pointers, strides or w
 code loads values one by one: same order, same bits.
 
 A float32 sum of squares overflows from |x| = 1e19 / width on. The row is then summed again as 2^-100 x, so every finite
-row has a finite norm. float32 throughout; the square root is ``rsqrt.approx`` (2 ulp), silu has 4 ulp.
+row has a finite norm. float32 throughout; the square root is ``rsqrt.approx`` (2 ulp).
 
 Source: ``Qwen3_5RMSNorm`` and ``Qwen3_5RMSNormGated`` of Transformers.
 """
@@ -28,11 +28,11 @@ from jev_kernels import bf16, ptx
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import LASTS, ROWS
 from jev_kernels.ptx import f32, i32, u32, u64
-from jev_kernels.silu import silu
+from jev_kernels.silu import MAX_ROWS, silu
 
 MAX_WIDTH = 32768
 HEAD = 128                       # gated_rms_norm: 16 lanes of eight values
-GATED_THREADS = 256
+GATED_THREADS = 128
 INF = np.float32(np.inf)
 SHRINK = np.float32(2.0 ** -100)
 INPUT_ROWS_ARE_OUTPUT_ROWS = 0   # the kernels' ``rows``: no index
@@ -55,6 +55,19 @@ def warp_sum(x):
     x = ptx.add_rn(x, ptx.shfl_xor(x, 4))
     x = ptx.add_rn(x, ptx.shfl_xor(x, 2))
     return ptx.add_rn(x, ptx.shfl_xor(x, 1))
+
+
+@ptx.device_function
+def add_squares(x, total):
+    """total + the squares of a pair."""
+    return ptx.fma(ptx.high(x), ptx.high(x), ptx.fma(ptx.low(x), ptx.low(x), total))
+
+
+@ptx.device_function
+def add_shrunk_squares(x, total):
+    """total + the squares of 2^-100 times a pair."""
+    a, b = ptx.mul_rn(ptx.low(x), f32(SHRINK)), ptx.mul_rn(ptx.high(x), f32(SHRINK))
+    return ptx.fma(b, b, ptx.fma(a, a, total))
 
 
 @ptx.device_function
@@ -82,11 +95,17 @@ def norm_kernel(per_thread: int, threads: int, vector: bool, add: bool) -> Kerne
     slots = 2 * warps
 
     @ptx.device_function
-    def squares(x, scale):
+    def squares(x):
         total = f32(0)
         for i in range(pairs):
-            a, b = ptx.mul_rn(ptx.low(x[i]), scale), ptx.mul_rn(ptx.high(x[i]), scale)
-            total = ptx.fma(b, b, ptx.fma(a, a, total))
+            total = add_squares(x[i], total)
+        return total
+
+    @ptx.device_function
+    def shrunk_squares(x):
+        total = f32(0)
+        for i in range(pairs):
+            total = add_shrunk_squares(x[i], total)
         return total
 
     @ptx.device_function
@@ -145,10 +164,10 @@ def norm_kernel(per_thread: int, threads: int, vector: bool, add: bool) -> Kerne
                 if at < width:
                     store8(sum_at + u64(at * 2), (x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]), width - at)
         ptx.pdl_launch()
-        total = block_sum(squares(x, f32(1)), partial, 0)
+        total = block_sum(squares(x), partial, 0)
         rs = ptx.rsqrt(ptx.mul_rn(total, inverse) + eps)
         if not total < f32(INF):                         # the same in every thread
-            total = block_sum(squares(x, f32(SHRINK)), partial, warps)
+            total = block_sum(shrunk_squares(x), partial, warps)
             rs = ptx.mul_rn(ptx.rsqrt(ptx.mul_rn(total, inverse)), f32(SHRINK))
         y_at = y_at + u64(row * y_ld * 2)
         for i in range(per_thread):
@@ -165,7 +184,7 @@ def norm_kernel(per_thread: int, threads: int, vector: bool, add: bool) -> Kerne
 
 @functools.lru_cache(maxsize=None)
 def gated_kernel(vector: bool) -> Kernel:
-    """A half-warp takes a head. Parameters: addresses, row strides of o, z, y; the weight; heads, live count, eps."""
+    """Blocks (heads, rows). Parameters: addresses, row strides of o, z, y; the weight; heads, live count, eps."""
     load8, load8_once, store8 = bf16.access(vector)
     per_block = GATED_THREADS // 16
 
@@ -176,42 +195,39 @@ def gated_kernel(vector: bool) -> Kernel:
         return ptx.pack(ptx.mul_rn(ptx.low(m), silu(ptx.low(z))), ptx.mul_rn(ptx.high(m), silu(ptx.high(z))))
 
     @ptx.device_function
-    def head_sum(x0, x1, x2, x3, scale):
-        """The sum of squares over the half-warp, in each of its lanes."""
-        total = f32(0)
-        for x in (x0, x1, x2, x3):
-            a, b = ptx.mul_rn(ptx.low(x), scale), ptx.mul_rn(ptx.high(x), scale)
-            total = ptx.fma(b, b, ptx.fma(a, a, total))
+    def half_warp_sum(total):
+        """The sum over the half-warp, in each of its lanes."""
         total = ptx.add_rn(total, ptx.shfl_xor(total, 8))
         total = ptx.add_rn(total, ptx.shfl_xor(total, 4))
         total = ptx.add_rn(total, ptx.shfl_xor(total, 2))
         return ptx.add_rn(total, ptx.shfl_xor(total, 1))
 
     def gated_rms_norm_kernel(o_at, o_ld, z_at, z_ld, weight_at, y_at, y_ld, heads, count, eps):
-        task = i32(cuda.blockIdx.x) * i32(per_block) + i32(cuda.threadIdx.x) // 16
-        row = i32(task // heads)
-        live_rows = ptx.ldg_i32(count)
-        first = i32(cuda.blockIdx.x) * i32(per_block)
-        if i32(first // heads) >= live_rows:             # the whole block: what follows has warp-wide instructions
+        row = i32(cuda.blockIdx.y)
+        if row >= ptx.ldg_i32(count):
             return
-        alive = row < live_rows
-        at = i32((task - row * heads) * HEAD + i32(cuda.threadIdx.x) % 16 * 8)
-        w = load8(weight_at + u64(i32(cuda.threadIdx.x) % 16 * 16), 8)
+        thread = i32(cuda.threadIdx.x)
+        lane = i32(thread & 15)
+        head = i32(i32(cuda.blockIdx.x) * i32(per_block) + (thread >> 4))
+        there = head < heads                             # the other half-warp may have a head where this one has none
+        at = i32(head * HEAD + lane * 8)
+        w = load8(weight_at + u64(lane * 16), 8)
         ptx.pdl_wait()
         o = (u32(0), u32(0), u32(0), u32(0))
         z = (u32(0), u32(0), u32(0), u32(0))
-        if alive:
+        if there:
             o = load8_once(o_at + u64((row * o_ld + at) * 2), 8)
             z = load8_once(z_at + u64((row * z_ld + at) * 2), 8)
         ptx.pdl_launch()
-        total = head_sum(o[0], o[1], o[2], o[3], f32(1))
+        total = half_warp_sum(add_squares(o[3], add_squares(o[2], add_squares(o[1], add_squares(o[0], f32(0))))))
         rs = ptx.rsqrt(ptx.fma(total, f32(1.0 / HEAD), eps))
         big = not total < f32(INF)
         if ptx.ballot(i32(big)) != 0:
-            total = head_sum(o[0], o[1], o[2], o[3], f32(SHRINK))
+            total = half_warp_sum(add_shrunk_squares(o[3], add_shrunk_squares(o[2], add_shrunk_squares(
+                o[1], add_shrunk_squares(o[0], f32(0))))))
             if big:
                 rs = ptx.mul_rn(ptx.rsqrt(ptx.mul_rn(total, f32(1.0 / HEAD))), f32(SHRINK))
-        if alive:
+        if there:
             store8(y_at + u64((row * y_ld + at) * 2),
                    (gated_pair(o[0], z[0], w[0], rs), gated_pair(o[1], z[1], w[1], rs),
                     gated_pair(o[2], z[2], w[2], rs), gated_pair(o[3], z[3], w[3], rs)), 8)
@@ -285,11 +301,12 @@ def gated_rms_norm(stream, o, z, weight, y, counts, eps: float, pdl: bool = Fals
     o = view("o", o, np.uint16, capacity, width)
     z = view("z", z, np.uint16, capacity, width)
     weight = view("weight", weight, np.uint16, HEAD)
+    if capacity > MAX_ROWS:
+        raise ValueError(f"y must have at most {MAX_ROWS} rows, not {capacity}")
     heads = width // HEAD
-    blocks = -(-capacity * heads // (GATED_THREADS // 16))
-    if blocks:
+    if capacity:
         gated_kernel(aligned(o, z, weight, y))(
-            stream, blocks, o.address, o.strides[0], z.address, z.strides[0], weight.address, y.address, y.strides[0],
+            stream, (-(-heads // (GATED_THREADS // 16)), capacity), o.address, o.strides[0], z.address, z.strides[0], weight.address, y.address, y.strides[0],
             heads, live(counts, ROWS), eps, pdl=pdl)
 
 

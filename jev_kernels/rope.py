@@ -10,7 +10,7 @@ aligned. Table [max_length, 64] = 32 cosines | 32 sines. gate and v are left alo
 after the last live one (as far as the buffer has them) become zero. Attention tiles read keys past a sequence's end,
 and what only masked positions read must still be finite.
 
-A warp takes a head, a lane eight neighbouring dims. Lanes 0-7 hold the rotated ones, so the partner of a dim is in lane
+A warp takes two heads, a lane eight neighbouring dims of each. Lanes 0-7 hold the rotated ones, so the partner of a dim is in lane
 xor 4. The sum of squares goes by lane, then by a xor tree: the bits of a head depend on nothing else.
 
 Source: ``Qwen3_5Attention``, ``apply_rotary_pos_emb`` and ``Qwen3_5TextRotaryEmbedding`` of Transformers.
@@ -27,11 +27,12 @@ from jev_kernels import bf16, ptx, reference
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import ROWS, TILE_ROWS
 from jev_kernels.ptx import f32, i32, u32, u64
-from jev_kernels.rms_norm import INF, SHRINK, scaled_pair, warp_sum
+from jev_kernels.rms_norm import INF, MAX_ROWS, SHRINK, add_shrunk_squares, add_squares, scaled_pair, warp_sum
 
 HEAD_DIM = 256                   # a warp of eight values a lane
 ROTARY_DIM = 64
-WARPS = 8
+HEADS_A_WARP = 2                 # all loaded before the first is finished: bytes in flight
+WARPS = 2                        # a row of 28 or 20 heads divides into whole blocks
 SIGN = 0x80008000                # of both values of a pair
 
 make_rope_table = reference.rope_table
@@ -47,60 +48,67 @@ def rotated_pair(x, other, cos, sin):
 
 @functools.lru_cache(maxsize=None)
 def qk_rope_kernel() -> Kernel:
-    """Parameters: qkv, row stride; q_norm, k_norm; table; positions; live count; q heads, k heads, capacity, eps."""
+    """Blocks (heads, rows). Parameters: qkv, row stride; q_norm, k_norm; table; positions; live count; heads; eps."""
     _, load8_once, store8 = bf16.access(True)
+    words = 4 * HEADS_A_WARP
 
-    def qk_rope_kernel(x_at, x_ld, q_weight, k_weight, table, positions, count, q_heads, k_heads, capacity, eps):
-        lane = i32(cuda.threadIdx.x) % 32
-        task = i32(cuda.blockIdx.x) * i32(WARPS) + i32(cuda.threadIdx.x) // 32
-        heads = q_heads + k_heads
-        row = i32(task // heads)
-        head = i32(task - row * heads)
-        n = ptx.ldg_i32(count)
-        if row >= min(n + i32(TILE_ROWS), capacity):
-            return
-        row_at = x_at + u64(row * x_ld * 2) + u64(lane * 16)
-        if row >= n:                                     # zeros for attention's masked keys
-            ptx.pdl_wait()
-            ptx.pdl_launch()
-            while head < 2 * k_heads:
-                store8(row_at + u64((2 * q_heads + head) * i32(HEAD_DIM * 2)), (u32(0), u32(0), u32(0), u32(0)), 8)
-                head += heads
-            return
-        w = ptx.ldc_u32x4((q_weight if head < q_heads else k_weight) + u64(lane * 16))
-        angle = table + u64(ptx.ldg_i32(positions + u64(row * 4)) * i32(ROTARY_DIM * 2) + lane % 4 * 16)
-        cos = ptx.ldc_u32x4(angle)
-        sin = ptx.ldc_u32x4(angle + u64(ROTARY_DIM))
-        at = row_at + u64((head if head < q_heads else head + q_heads) * i32(HEAD_DIM * 2))
-        ptx.pdl_wait()
-        x = load8_once(at, 8)
-        ptx.pdl_launch()
-        total = head_sum(x[0], x[1], x[2], x[3], f32(1))
+    @ptx.device_function
+    def finished(x0, x1, x2, x3, w, cos, sin, eps, lane):
+        """A lane's eight dims of a head, normalised and rotated."""
+        total = warp_sum(add_squares(x3, add_squares(x2, add_squares(x1, add_squares(x0, f32(0))))))
         rs = ptx.rsqrt(ptx.fma(total, f32(1.0 / HEAD_DIM), eps))
         if not total < f32(INF):                         # the same in every lane
-            total = head_sum(x[0], x[1], x[2], x[3], f32(SHRINK))
+            total = warp_sum(add_shrunk_squares(x3, add_shrunk_squares(x2, add_shrunk_squares(
+                x1, add_shrunk_squares(x0, f32(0))))))
             rs = ptx.mul_rn(ptx.rsqrt(ptx.mul_rn(total, f32(1.0 / HEAD_DIM))), f32(SHRINK))
-        y0, y1, y2, y3 = (scaled_pair(x[0], rs, w[0]), scaled_pair(x[1], rs, w[1]), scaled_pair(x[2], rs, w[2]),
-                          scaled_pair(x[3], rs, w[3]))
+        y0, y1, y2, y3 = (scaled_pair(x0, rs, w[0]), scaled_pair(x1, rs, w[1]), scaled_pair(x2, rs, w[2]),
+                          scaled_pair(x3, rs, w[3]))
         sign = u32(SIGN) if lane < 4 else u32(0)
         z0, z1, z2, z3 = (ptx.shfl_xor_u32(y0, 4) ^ sign, ptx.shfl_xor_u32(y1, 4) ^ sign,
                           ptx.shfl_xor_u32(y2, 4) ^ sign, ptx.shfl_xor_u32(y3, 4) ^ sign)
         if lane < 8:
             y0, y1, y2, y3 = (rotated_pair(y0, z0, cos[0], sin[0]), rotated_pair(y1, z1, cos[1], sin[1]),
                               rotated_pair(y2, z2, cos[2], sin[2]), rotated_pair(y3, z3, cos[3], sin[3]))
-        store8(at, (y0, y1, y2, y3), 8)
+        return y0, y1, y2, y3
 
-    return Kernel(qk_rope_kernel, types.void(u64, i32, u64, u64, u64, u64, u64, i32, i32, i32, f32), WARPS * 32)
+    def qk_rope_kernel(x_at, x_ld, q_weight, k_weight, table, positions, count, q_heads, k_heads, eps):
+        thread = i32(cuda.threadIdx.x)
+        lane = i32(thread & 31)
+        warp = i32(i32(cuda.blockIdx.x) * i32(WARPS) + (thread >> 5))
+        row = i32(cuda.blockIdx.y)
+        heads = i32(q_heads + k_heads)
+        first = i32(warp * i32(HEADS_A_WARP))
+        n = ptx.ldg_i32(count)
+        if row >= n + i32(TILE_ROWS) or (row < n and first >= heads):
+            return
+        row_at = x_at + u64(row * x_ld * 2) + u64(lane * 16)
+        if row >= n:                                     # zeros for attention's masked keys
+            ptx.pdl_wait()
+            ptx.pdl_launch()
+            head = warp
+            while head < 2 * k_heads:
+                store8(row_at + u64((2 * q_heads + head) * i32(HEAD_DIM * 2)), (u32(0), u32(0), u32(0), u32(0)), 8)
+                head = i32(head + i32(cuda.gridDim.x) * i32(WARPS))
+            return
+        position = ptx.ldg_i32(positions + u64(row * 4))
+        x = cuda.local.array(words, u32)
+        ptx.pdl_wait()
+        for i in range(HEADS_A_WARP):
+            head = i32(min(first + i32(i), heads - 1))
+            v = load8_once(row_at + u64(i32(head if head < q_heads else head + q_heads) * i32(HEAD_DIM * 2)), 8)
+            x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3] = v[0], v[1], v[2], v[3]
+        ptx.pdl_launch()
+        angle = table + u64(position * i32(ROTARY_DIM * 2) + lane % 4 * 16)
+        cos = ptx.ldc_u32x4(angle)
+        sin = ptx.ldc_u32x4(angle + u64(ROTARY_DIM))
+        for i in range(HEADS_A_WARP):
+            head = i32(first + i32(i))
+            if head < heads:
+                w = ptx.ldc_u32x4((q_weight if head < q_heads else k_weight) + u64(lane * 16))
+                store8(row_at + u64(i32(head if head < q_heads else head + q_heads) * i32(HEAD_DIM * 2)),
+                       finished(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3], w, cos, sin, eps, lane), 8)
 
-
-@ptx.device_function
-def head_sum(x0, x1, x2, x3, scale):
-    """The sum of the squares of scale * x over a warp."""
-    total = f32(0)
-    for x in (x0, x1, x2, x3):
-        a, b = ptx.mul_rn(ptx.low(x), scale), ptx.mul_rn(ptx.high(x), scale)
-        total = ptx.fma(b, b, ptx.fma(a, a, total))
-    return warp_sum(total)
+    return Kernel(qk_rope_kernel, types.void(u64, i32, u64, u64, u64, u64, u64, i32, i32, f32), WARPS * 32)
 
 
 def qk_rope(stream, qkv, q_weight, k_weight, table, positions, counts, q_heads: int, k_heads: int, eps: float,
@@ -124,10 +132,12 @@ def qk_rope(stream, qkv, q_weight, k_weight, table, positions, counts, q_heads: 
             raise ValueError(f"{name} must be aligned to 16 bytes in every row")
     if table.strides[0] != ROTARY_DIM:
         raise ValueError("table must be contiguous")
+    if capacity > MAX_ROWS:
+        raise ValueError(f"qkv must have at most {MAX_ROWS} rows, not {capacity}")
     if capacity:
-        qk_rope_kernel()(stream, -(-capacity * (q_heads + k_heads) // WARPS), x.address, x.strides[0], q_weight.address,
-                         k_weight.address, table.address, positions.address, live(counts, ROWS), q_heads, k_heads,
-                         capacity, eps, pdl=pdl)
+        blocks = -(-(q_heads + k_heads) // (HEADS_A_WARP * WARPS))
+        qk_rope_kernel()(stream, (blocks, capacity), x.address, x.strides[0], q_weight.address, k_weight.address,
+                         table.address, positions.address, live(counts, ROWS), q_heads, k_heads, eps, pdl=pdl)
 
 
 def kernels() -> dict:
