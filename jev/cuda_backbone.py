@@ -48,28 +48,31 @@ class CudaBackbone:
             total = sum(2 * int(np.prod(s.shape)) for s in specs)
             with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None) as bar:
                 return CudaWeights.from_tensors(specs, export.tensors, bar.update)
-        self._open(export.config, device, length, graph, log, load)
+        self._open(export.config, device, load, length, graph, log)
 
     @classmethod
     def with_weights(cls, config: ModelConfig, device: Device, load, max_length: int = 4096, graph: bool = True,
-                     log=print, max_rows: int = MAX_ROWS) -> CudaBackbone:
-        """A backbone whose weights ``load(specs)`` provides: synthetic ones, for benchmarks and tests."""
+                     log=print, ready_rows: int = READY_ROWS, tune: bool = True) -> CudaBackbone:
+        """A backbone whose weights ``load(specs)`` provides: synthetic ones, for benchmarks and tests.
+
+        ready_rows: capture narrow buckets up to so many rows now. tune: time GEMM algorithms; otherwise the first that
+        gives the right bits is taken.
+        """
         self = cls.__new__(cls)
-        self._open(config, device, max_length, graph, log, load, max_rows)
+        self._open(config, device, load, max_length, graph, log, ready_rows, tune)
         return self
 
-    def _open(self, config, device, max_length, graph, log, load, max_rows=MAX_ROWS):
-        self.config, self.device, self.log = config, device, log
+    def _open(self, config, device, load, max_length, graph, log, ready_rows=READY_ROWS, tune=True):
+        self.config, self.device, self.log, self.ready_rows = config, device, log, ready_rows
         started = time.perf_counter()
         self.buckets = [Bucket(rows, wide) for wide in (False, True)
-                        for rows in row_counts(max(max_rows, max_length))]
+                        for rows in row_counts(max(MAX_ROWS, max_length))]
         self.max_rows = self.buckets[-1].rows
         self.use_graphs = graph
         self._graphs: dict[Bucket, graphs.Graph] = {}
         self._ops: dict[Bucket, CudaOps] = {}
         try:
-            cache = cache_folder() / "gemm.json"
-            self.gemm = Gemm(device, cache)
+            self.gemm = Gemm(device, cache_folder() / "gemm.json", tune)
             self.weights = load(weights.specs(config))
             self.model = weights.assemble(self.weights.held, config)
             self.buffers = Buffers(config, self.buckets, max_length)
@@ -88,15 +91,19 @@ class CudaBackbone:
         """Compile and run everything once, then capture the buckets that ordinary requests need."""
         started = time.perf_counter()
         pool = row_pool.build([np.zeros(1, np.int32)])
-        ready = [b for b in self.buckets if not b.wide and b.rows <= READY_ROWS]
-        for bucket in {self.buckets[0], ready[-1]}:              # few rows and many take different kernels
+        ready = [b for b in self.buckets if not b.wide and b.rows <= self.ready_rows]
+
+        def run(bucket):
             self.upload(bucket, pool, pool.last_rows)
-            self._launch(bucket)
+            return self.graph(bucket) if self.use_graphs else self._launch(bucket)
+
+        for bucket in dict.fromkeys([self.buckets[0], *ready[-1:]]):     # few rows and many take different kernels
+            run(bucket)
         self.stream.synchronize()
         warm = time.perf_counter()
         if self.use_graphs:
             for bucket in ready:
-                self.graph(bucket)
+                run(bucket)
         self.log(f"kernels compiled in {warm - started:.1f} s, graphs of {len(self._graphs)} row buckets captured in "
                  f"{time.perf_counter() - warm:.1f} s")
 
@@ -111,9 +118,15 @@ class CudaBackbone:
         return forward(self.ops(bucket), self.model, None)
 
     def graph(self, bucket: Bucket) -> graphs.Graph | None:
-        """The captured forward of a bucket; None where the driver refuses, and then it is launched eagerly."""
+        """The captured forward of a bucket; None where the driver refuses, and then it is launched eagerly.
+
+        The metadata on the device must be laid out for the bucket: before a capture the kernels are launched once, since
+        binding them compiles, allocates and times GEMMs, which a capture does not allow.
+        """
         if bucket not in self._graphs:
             ops = self.ops(bucket)
+            self._launch(bucket)
+            self.stream.synchronize()
             try:
                 self._graphs[bucket] = graphs.capture(self.stream, lambda: self._launch(bucket), keep=(ops,))
             except graphs.CaptureError as e:

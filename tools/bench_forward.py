@@ -160,7 +160,7 @@ def main(argv=None) -> None:
     parser.add_argument("--plot", help="draw latency against length here (needs matplotlib)")
     args = parser.parse_args(argv)
     config = synthetic.config(args.model, args.layers)
-    backbone = synthetic_backbone(config)
+    backbone = synthetic_backbone(config, ready_rows=0)
     rng = np.random.default_rng(0)
     rows, detail = [], {}
     print(f"{'tokens':>7}{'bucket':>8}{'ms':>9}{'floor':>9}{'ratio':>7}")

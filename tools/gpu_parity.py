@@ -76,7 +76,7 @@ def main(argv=None) -> None:
     for layers in map(int, args.layers.split(",")):
         config = synthetic.config(args.model, layers)
         seeds = args.seeds if layers <= 16 else 1
-        found = [distances(config, seed, graph=False, log=lambda line: None) for seed in range(seeds)]
+        found = [distances(config, seed, graph=False, log=lambda line: None, ready_rows=0, tune=False) for seed in range(seeds)]
         mean = {key: float(np.mean([d[key] for d in found])) for key in found[0]}
         worst = max(d["ratio"] for d in found)
         rows.append({"layers": layers, "seeds": seeds, "worst": worst, **mean})

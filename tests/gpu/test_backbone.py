@@ -22,9 +22,12 @@ SMALL = ModelConfig(hidden_size=256, intermediate_size=512, layer_types=("linear
                     vocab_size=1000, rms_norm_eps=1e-6, rope_theta=1e7)
 
 
+QUICK = dict(log=lambda line: None, ready_rows=0, tune=False)      # timing GEMMs of a small model teaches nothing
+
+
 @pytest.fixture(scope="module")
 def small():
-    made = synthetic_backbone(SMALL, log=lambda line: None)
+    made = synthetic_backbone(SMALL, **QUICK)
     yield made
     made.close()
 
@@ -118,7 +121,7 @@ def test_many_options_over_a_long_state(small):
 
 
 def test_graphs_and_eager_launches_give_the_same_bits(small):
-    eager = synthetic_backbone(SMALL, graph=False, log=lambda line: None)
+    eager = synthetic_backbone(SMALL, graph=False, **QUICK)
     rng = np.random.default_rng(4)
     for _ in range(10):
         sequences = tree(rng, int(rng.integers(1, 30)), SMALL.vocab_size)
@@ -164,6 +167,6 @@ def test_four_layers_of_true_width_against_transformers(model):
     from tools.gpu_parity import distances
     ratios = []
     for seed in range(4):
-        d = distances(synthetic.config(model, 4), seed, graph=False, log=lambda line: None)
+        d = distances(synthetic.config(model, 4), seed, graph=False, **QUICK)
         ratios.append(d["ratio"])
     yardstick.check(model, ratios)
