@@ -5,6 +5,7 @@ Qwen3.5 / Qwen3.8 text, prefill only: token ids in, the final-norm hidden state 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +59,12 @@ class Backbone(Protocol):
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
         """(BF16 hidden states uint16 [n, h] in the order of ``sequences``, rows computed). Raises BackendError."""
 
+    def bound(self, pool: RowPool) -> tuple[Ops, Model, RowPool]:
+        """What ``forward`` takes for one pass over this pool, operation by operation: for ``jev.audit``.
+
+        The pool comes back with each last row once, in ascending order.
+        """
+
     def close(self) -> None:
         """Release what the backend holds."""
 
@@ -78,6 +85,9 @@ class NumpyBackbone:
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
         pool = row_pool.build(sequences)
         return self.ops.store(forward(self.ops, self.model, pool)), pool.n_rows
+
+    def bound(self, pool: RowPool) -> tuple[Ops, Model, RowPool]:
+        return self.ops, self.model, replace(pool, last_rows=np.unique(pool.last_rows))
 
     def close(self) -> None:
         self.model = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,16 @@ class CudaBackbone:
         to_host(out, self.ops(bucket).hidden, self.stream)
         self.stream.synchronize()
         return out[where], pool.n_rows
+
+    def bound(self, pool: RowPool) -> tuple[CudaOps, weights.Model, RowPool]:
+        """See ``Backbone``. Raises BackendError for a pool that no bucket holds."""
+        cuda.current_context()
+        bucket = choose(pool, self.buckets)
+        if bucket is None:
+            raise BackendError(f"{pool.n_rows} rows in {len(pool.branches)} branches do not fit in one forward pass")
+        pool = replace(pool, last_rows=np.unique(pool.last_rows))
+        self.upload(bucket, pool, pool.last_rows)
+        return self.ops(bucket), self.model, pool
 
     def _in_parts(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
         """Two forwards where one would not hold everything, halved in sorted order so that prefixes stay together."""

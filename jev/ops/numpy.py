@@ -13,16 +13,22 @@ from jev_kernels import bf16, reference
 ROW_BLOCK = 32
 
 
+def widened(x: np.ndarray) -> np.ndarray:
+    """BF16 (uint16) as float64."""
+    return bf16.to_float32(x).astype(np.float64)
+
+
 class NumpyOps:
     """``Ops`` over float64 arrays. precision "bf16": rounds where the model does; "float64": nowhere.
 
-    Raises ValueError for another precision.
+    resident: keep weights as float64, four times their size; otherwise as BF16, widened at every use, which is slow and
+    fits a 27B model into the memory of a large host. Raises ValueError for another precision.
     """
 
-    def __init__(self, config: ModelConfig, precision: str = "bf16", max_length: int = 4096):
+    def __init__(self, config: ModelConfig, precision: str = "bf16", max_length: int = 4096, resident: bool = True):
         if precision not in ("bf16", "float64"):
             raise ValueError(f"precision must be bf16 or float64, not {precision!r}")
-        self.config, self.precision = config, precision
+        self.config, self.precision, self.resident = config, precision, resident
         self.r = bf16.round_float64 if precision == "bf16" else reference.exact
         self.attention, self.gdn = attention_columns(config), gdn_columns(config)
         half = config.rotary_dim // 2
@@ -38,10 +44,15 @@ class NumpyOps:
         held = {}
         for spec in specs:
             pieces = [p.reshape(-1, *spec.shape[1:]) for p in spec.pieces(tensors)]
-            held[spec.key] = bf16.to_float32(np.concatenate(pieces)).astype(np.float64)
+            stacked = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)       # a single one stays a mapped file
+            held[spec.key] = widened(stacked) if self.resident else stacked
             if progress:
-                progress(held[spec.key].size * 2)
+                progress(stacked.size * 2)
         return held
+
+    def weight(self, held: np.ndarray) -> np.ndarray:
+        """A weight as float64."""
+        return held if self.resident else widened(held)
 
     def store(self, x: np.ndarray) -> np.ndarray:
         """Activations as they leave the backbone: BF16 (uint16), or float64 in that precision."""
@@ -52,15 +63,16 @@ class NumpyOps:
         return x.copy()
 
     def embed(self, table, pool: RowPool):
-        return reference.embed(table, pool.ids)
+        return self.weight(reference.embed(table, pool.ids))
 
     def rms_norm(self, x, weight):
-        return reference.rms_norm(x, weight, self.config.rms_norm_eps, self.r)
+        return reference.rms_norm(x, self.weight(weight), self.config.rms_norm_eps, self.r)
 
     def add_rms_norm(self, residual, delta, weight):
-        return reference.add_rms_norm(residual, delta, weight, self.config.rms_norm_eps, self.r)
+        return reference.add_rms_norm(residual, delta, self.weight(weight), self.config.rms_norm_eps, self.r)
 
     def linear(self, x, weight):
+        weight = self.weight(weight)
         rows = -(-len(x) // ROW_BLOCK) * ROW_BLOCK
         blocks = np.zeros((rows, x.shape[1]))
         blocks[:len(x)] = x
@@ -71,6 +83,7 @@ class NumpyOps:
 
     def gdn_conv_gates(self, projected, conv, a_log, dt_bias, pool: RowPool):
         qkv, b, a = (projected[:, self.gdn[name]] for name in ("qkv", "b", "a"))
+        conv, a_log, dt_bias = map(self.weight, (conv, a_log, dt_bias))
         return (reference.gdn_conv(qkv, pool.parents, conv, self.r), *reference.gdn_gates(b, a, a_log, dt_bias, self.r))
 
     def gated_delta_rule(self, qkv, g, beta, pool: RowPool):
@@ -84,12 +97,13 @@ class NumpyOps:
     def gated_rms_norm(self, o, projected, weight):
         heads = (len(o), self.config.linear_num_value_heads, self.config.linear_value_head_dim)
         z = projected[:, self.gdn["z"]].reshape(heads)
-        out = reference.gated_rms_norm(o.reshape(heads), z, weight, self.config.rms_norm_eps, self.r)
+        out = reference.gated_rms_norm(o.reshape(heads), z, self.weight(weight), self.config.rms_norm_eps, self.r)
         return out.reshape(len(o), self.config.value_dim)
 
     def qk_rope(self, projected, q_norm, k_norm, pool: RowPool):
         q, k = (self._heads(projected, name) for name in "qk")
         at = pool.positions
+        q_norm, k_norm = self.weight(q_norm), self.weight(k_norm)
         q, k = reference.qk_rope(q, k, q_norm, k_norm, self.cos[at], self.sin[at], self.config.rms_norm_eps, self.r)
         out = projected.copy()
         out[:, self.attention["q"]] = q.reshape(len(q), -1)

@@ -1,0 +1,83 @@
+"""``jev audit``: how far each operation of a backend is from float64, on an export's own weights and a real request.
+
+Every operation of one forward pass is given to the backend and, with the same inputs, to NumPy in float64 (see
+``jev.ops.audit``); the scores of the whole pass are compared as well. For auditors, and for whoever changed a kernel.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jev import contract, row_pool, weights
+from jev.backbone import Backbone, forward, open_backbone
+from jev.checkpoint import Export, open_export
+from jev.ops.audit import AuditOps, Pair, Record, compare, table
+from jev.ops.numpy import NumpyOps
+from jev.processor import Processor
+
+EXAMPLE = (b'{"state": "The parcel left the depot on Tuesday and nobody has seen it since.", "questions": {'
+           b'"lost": {"type": "noul", "instructions": "Is the parcel lost?"}, '
+           b'"next": {"type": "choice", "instructions": "What happens next?", "criteria": {"wait": null, '
+           b'"search": "Ask every depot on the way.", "pay": "Refund the customer."}}}}')
+
+
+def audit(export: Export, backbone: Backbone, sequences: Sequence[np.ndarray]) -> tuple[dict[str, list[Record]], Record]:
+    """(records by operation, record of the final hidden states) of one forward pass against float64.
+
+    The operations' records compare on identical inputs; the last one compares the whole pass with a float64 pass.
+    """
+    reference = NumpyOps(export.config, "float64", export.manifest.max_length, resident=False)
+    held = weights.load(export.tensors, export.config, reference)
+    ops, model, pool = backbone.bound(row_pool.build(sequences))
+    audited = AuditOps(ops, reference)
+    hidden = ops.values(forward(audited, paired(model, held), pool))
+    return audited.records, compare(hidden, forward(reference, held, pool))
+
+
+def paired(ours: weights.Model, theirs: weights.Model) -> weights.Model:
+    """One model whose weights are pairs, for ``AuditOps``."""
+    layers = tuple(replace(a, **{name: Pair(x, getattr(b, name)) for name, x in vars(a).items()
+                                 if name != "kind" and x is not None}) for a, b in zip(ours.layers, theirs.layers))
+    return weights.Model(Pair(ours.embed, theirs.embed), layers, Pair(ours.norm, theirs.norm))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Exits with 1 if anything is not finite; how close is close enough the reader decides."""
+    parser = argparse.ArgumentParser(prog="jev audit", description=__doc__.split("\n\n")[1],
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("export", type=Path, help="folder of the export")
+    parser.add_argument("--request", type=Path, help="a request (JSON) to audit with; default: a small example")
+    parser.add_argument("--backend", choices=("auto", "cuda", "numpy"), default="auto")
+    parser.add_argument("--json", type=Path, help="write every record here")
+    args = parser.parse_args(argv)
+    export = open_export(args.export)
+    manifest = export.manifest
+    request = contract.parse_request(args.request.read_bytes() if args.request else EXAMPLE, export.model_names)
+    processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length,
+                          export.config.vocab_size)
+    sequences = processor.encode(request)
+    backbone = open_backbone(export, args.backend, log=lambda line: print(line, file=sys.stderr))
+    try:
+        records, whole = audit(export, backbone, sequences)
+    finally:
+        backbone.close()
+    print(f"{len(sequences)} sequences, {row_pool.count_rows(sequences)} rows, {export.config.num_layers} layers on "
+          f"{backbone.name}; distances from float64 on the same inputs\n{table(records)}\n"
+          f"hidden states after the whole pass: {whole.relative:.2e}")
+    if args.json:
+        args.json.write_text(json.dumps(as_json(records, whole), indent=1))
+    finite = all(np.isfinite(r.relative) for found in records.values() for r in found) and np.isfinite(whole.relative)
+    if not finite:
+        print("something is not finite", file=sys.stderr)
+    return 0 if finite else 1
+
+
+def as_json(records: dict[str, list[Record]], whole: Record) -> dict[str, Any]:
+    return {"operations": {name: [r._asdict() for r in found] for name, found in records.items()}, "hidden": whole._asdict()}

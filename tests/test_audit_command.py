@@ -1,0 +1,35 @@
+"""``jev audit`` on the demo checkpoint."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jev import audit
+from jev.demo_checkpoint import write_demo_checkpoint
+from jev.ops.audit import AuditOps
+from jev.ops.numpy import NumpyOps
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    path = tmp_path_factory.mktemp("audit") / "demo"
+    write_demo_checkpoint(path)
+    return path
+
+
+def test_prints_and_writes_every_operation(export, tmp_path, capsys):
+    assert audit.main([str(export), "--backend", "numpy", "--json", str(tmp_path / "a.json")]) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert set(found["operations"]) == set(AuditOps.OPERATIONS) and all(name in out for name in AuditOps.OPERATIONS)
+    assert 0 < found["hidden"]["relative"] < 0.1
+    assert max(r["relative"] for r in found["operations"]["linear"]) < 2e-3
+
+
+def test_what_is_not_finite_fails(export, monkeypatch, capsys):
+    def broken(self, gate_up):
+        return gate_up[:, ::2] * float("nan")
+    monkeypatch.setattr(NumpyOps, "silu_mul", broken)
+    assert audit.main([str(export), "--backend", "numpy"]) == 1
+    assert "not finite" in capsys.readouterr().err
