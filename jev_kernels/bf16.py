@@ -8,7 +8,6 @@ all 2^32 float32 patterns without an exception (``tests/gpu/test_bf16.py`` does)
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
 
 from jev_kernels import ptx
 from jev_kernels.ptx import i64, u16, u32, u64

@@ -305,3 +305,21 @@ def check_gdn_conv_gates(rng, rows, channels, heads, capacity=None, stream=0):
     assert_gates(results[1][1], results[1][2], b_host, a_host, a_log, dt_bias)
     for one, two in zip(*results):
         np.testing.assert_array_equal(bits(one), bits(two))
+
+
+def one_pass():
+    """Every kernel once, with 16-byte accesses and without, in buffers no larger than they must be (for a sanitizer)."""
+    rng = np.random.default_rng(0)
+    for odd in ({}, {"offset": 1}):
+        check_embed(rng, 3, 72, **odd)
+        check_gather_rows(rng, 5, 72, 3, **odd)
+        check_rms_norm(rng, 3, 1100, scale=1e30, **odd)
+        check_add_rms_norm(rng, 3, 1100, in_place=True, **odd)
+        check_add_rms_norm(rng, 4, 264, gathered=True, **odd)
+        check_gated_rms_norm(rng, 3, 3, **odd)
+        check_silu_mul(rng, 3, 72, **odd)
+        check_gdn_conv(rng, 11, 40, **odd)
+        check_gdn_gates(rng, 11, 5, **odd)
+    check_qk_rope(rng, 3, 3, 2, capacity=5)
+    check_gdn_conv_gates(rng, 11, 64, 5)
+    print("one pass: ok")

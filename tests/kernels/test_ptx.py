@@ -136,6 +136,7 @@ def warp_kernel(x, bits, out, votes):
     votes[lane, 2] = ptx.ballot(i32(b & u32(1)))
     votes[lane, 3] = u32(ptx.uniform(i32(lane + 3)))
     votes[lane, 4] = u32(ptx.pick(i32(lane * 2), (lane + 1) % 32))
+    votes[lane, 5] = u32(ptx.div_u32(i32(lane * 1000003), 77))
     cuda.syncwarp()
 
 
@@ -143,7 +144,7 @@ def test_shuffles_and_votes():
     rng = np.random.default_rng(3)
     x = rng.standard_normal((32, 1)).astype(np.float32)
     bits = rng.integers(0, 2**32, (32, 1), dtype=np.uint32)
-    arrays = [cuda.to_device(a) for a in (x, bits, np.zeros((32, 5), np.float32), np.zeros((32, 5), np.uint32))]
+    arrays = [cuda.to_device(a) for a in (x, bits, np.zeros((32, 5), np.float32), np.zeros((32, 6), np.uint32))]
     Kernel(warp_kernel, types.void(F32, U32, F32, U32), 32)(0, 1, *arrays)
     out, votes = (a.copy_to_host() for a in arrays[2:])
     v, b = x[:, 0], bits[:, 0]
@@ -157,6 +158,7 @@ def test_shuffles_and_votes():
     assert set(votes[:, 2]) == {sum(int(n & 1) << i for i, n in enumerate(b))}
     assert set(votes[:, 3]) == {3}
     np.testing.assert_array_equal(votes[:, 4], (LANES + 1) % 32 * 2)
+    np.testing.assert_array_equal(votes[:, 5], LANES * 1000003 // 77)
 
 
 # ---------------------------------------------------------------- conversions
