@@ -132,10 +132,10 @@ class RunningGateway:
         self.port = port
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def ask(self, body: bytes = b"{}", method: str = "POST", path: str = "/v1/systemone", **headers: str) -> Got:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body if method == "POST" else None, named)
@@ -158,7 +158,7 @@ class RunningGateway:
 def gateway(*urls: str, **settings) -> Iterator[RunningGateway]:
     """A gateway before these workers, on a free port. It is stopped as SIGTERM stops it, and must leave nothing."""
     before = set(threading.enumerate())
-    chosen = GatewaySettings(**{"backend_url": ",".join(urls), "queue": 16, "drain_seconds": 5, **settings})
+    chosen = GatewaySettings(**{"backend_url": ",".join(urls), "queue": 16, "drain_seconds": 20, **settings})
     sock = bind("127.0.0.1", 0)
     running = Gateway(chosen, sock)
     thread = threading.Thread(target=running.run)
@@ -167,12 +167,12 @@ def gateway(*urls: str, **settings) -> Iterator[RunningGateway]:
         yield RunningGateway(running, sock.getsockname()[1])
     finally:
         running.stop()
-        thread.join(10)
+        thread.join(30)
         assert not thread.is_alive()
         assert eventually(lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("waitress")])
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     """Whether the condition comes true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -140,14 +140,14 @@ def test_one_worker_is_never_set_aside():
 def test_health_is_that_of_any_ready_worker(two):
     a, b = two
     a.script = answer("503 Service Unavailable", b"loading")
-    with gateway(a.url, b.url, health_timeout_ms=600) as gate:
+    with gateway(a.url, b.url, health_timeout_ms=1500) as gate:
         assert [(gate.health().status, gate.health().body) for _ in range(3)] == [(200, b"b")] * 3
         b.script = answer("503 Service Unavailable", b"loading too")
         assert gate.health().status == 503
-        a.script = b.script = lambda sock, request: time.sleep(1)
+        a.script = b.script = lambda sock, request: time.sleep(20)
         started = time.monotonic()
         assert gate.health().status == 504
-        assert time.monotonic() - started < 0.9
+        assert 1.4 < time.monotonic() - started < 10
         b.script = answer("200 OK", b"b")
         assert eventually(lambda: gate.health().body == b"b")
 
@@ -168,11 +168,11 @@ def test_a_worker_behind_tls(tmp_path, monkeypatch):
             assert gate.ask().status == 502                                      # nobody vouches for the certificate
         assert worker.requests == []
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        with gateway(worker.url, health_timeout_ms=300) as gate:
+        with gateway(worker.url, health_timeout_ms=1500) as gate:
             body = bytes(range(256)) * 4000
             assert gate.ask(body).body == body and gate.ask().body == b"{}"
             assert len([r for r in worker.requests if r.connection == worker.requests[0].connection]) == 2
-            worker.script = lambda sock, request: time.sleep(1)
+            worker.script = lambda sock, request: time.sleep(20)
             assert gate.health().status == 504
 
 
@@ -195,7 +195,7 @@ def process(worker, **environ):
 
 
 def post(port, body):
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
         sock.sendall(b"POST /v1/systemone HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer hunter2\r\n"
                      b"Content-Length: %d\r\n\r\n" % len(body) + body)
         return b"".join(iter(lambda: sock.recv(65536), b""))
@@ -230,7 +230,7 @@ def test_large_uploads_are_spooled_and_the_end_is_orderly():
         child.send_signal(signal.SIGTERM)
         thread.join()
         assert got[0].endswith(b"in hand")
-        assert child.wait(5) == 0
+        assert child.wait(30) == 0
         assert "hunter2" not in child.stderr.read()
 
 
@@ -239,7 +239,7 @@ def test_large_uploads_are_spooled_and_the_end_is_orderly():
     (["--bind", "hunter2"], {}), (["--health-timeout-ms", "hunter2"], {})])
 def test_a_wrong_setting_ends_with_one_line(argv, environ):
     done = subprocess.run([*COMMAND, *argv], cwd=ROOT, env={**os.environ, **environ},
-                          capture_output=True, text=True, timeout=20)
+                          capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("jev frontend: ") and "hunter2" not in done.stderr
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +13,11 @@ from jev.demo_checkpoint import write_demo_checkpoint
 from jev.engine import Engine
 from jev.settings import Settings
 from tests.faults.harness import (
-    GOOD_BODY, Asking, Process, answers, ask, check_settled, free_port, health, start_gateway, start_worker,
-    without_timing)
+    GOOD_BODY, Asking, Process, answers, ask, check_settled, free_port, health, pause, start_gateway,
+    start_worker, without_timing)
 from tests.faults.hostile import largest
+
+HEALTH_MS = 3000
 
 
 class Pair:
@@ -34,7 +35,7 @@ class Pair:
         self.measure()
 
     def start_gateway(self, url: str) -> Process:
-        return start_gateway(self.folder / "gateway", url, health_timeout_ms=1000)
+        return start_gateway(self.folder / "gateway", url, health_timeout_ms=HEALTH_MS)
 
     def order(self, what: str, content: str = "") -> None:
         (self.folder / what).write_text(content)
@@ -62,7 +63,7 @@ class Pair:
             assert all(request.result().status in (413, 422) for request in together)
         self.hold()
         requests = [Asking(self.gateway.port) for _ in range(8)]
-        time.sleep(0.3)
+        pause(0.3)
         self.release()
         assert all(answers(request.result()) == self.right for request in requests)
         self.before = {process: process.footprint for process in (self.worker, self.gateway)}

@@ -196,13 +196,18 @@ def without_timing(response: dict) -> dict:
     return {name: response[name] for name in ("answers", "usage", "model")}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     return True
+
+
+def pause(seconds: float) -> None:
+    """Give the processes time to get somewhere: more of it on a machine that has other things to do."""
+    time.sleep(seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def check_settled(process: Process, before: Footprint) -> None:

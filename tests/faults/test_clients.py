@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.faults.harness import GOOD_BODY, Asking, ask, connect, eventually, health, post_bytes, read_all
+from tests.faults.harness import GOOD_BODY, Asking, ask, connect, eventually, health, pause, post_bytes, read_all
 
 
 @pytest.fixture(params=["worker", "gateway"])
@@ -45,7 +45,7 @@ def test_many_that_never_finish_do_not_keep_others_waiting(pair, port):
         sock.sendall(beginnings[i % len(beginnings)])
         unfinished.append(sock)
     started = time.monotonic()
-    assert health(port) == 200 and time.monotonic() - started < 2
+    assert health(port) == 200 and time.monotonic() - started < 5
     pair.check_right()
     for i, sock in enumerate(unfinished):
         reset(sock) if i % 2 else sock.close()
@@ -61,7 +61,7 @@ def test_half_closed_connections(pair, port):
             started = time.monotonic()
             reply = read_all(sock)
             assert reply == b"" or reply.startswith(b"HTTP/1.1 200")
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 30
     pair.check_unharmed()
 
 
@@ -72,12 +72,12 @@ def test_clients_that_leave_give_their_places_back(pair, port):
         clients = [connect(port) for _ in range(8)]
         for sock in clients:
             sock.sendall(post_bytes(GOOD_BODY))
-        time.sleep(0.2)
+        pause(0.2)
         for i, sock in enumerate(clients):
             reset(sock) if i % 2 else sock.close()
-        time.sleep(0.6)                                     # the gateway looks every quarter of a second
+        pause(0.6)                                         # the gateway looks every quarter of a second
     waiting = Asking(port)
-    time.sleep(0.3)
+    pause(0.3)
     assert waiting.is_alive()
     pair.release()
     assert waiting.result().status == 200

@@ -9,13 +9,14 @@ import time
 
 import pytest
 
+from tests.faults.conftest import HEALTH_MS
 from tests.faults.harness import (
-    GOOD_BODY, Asking, answers, ask, check_settled, connect, health, post_bytes, read_all, start_worker)
+    GOOD_BODY, Asking, answers, ask, check_settled, connect, health, pause, post_bytes, read_all, start_worker)
 
 
 def in_hand(pair, number):
     """Wait until the worker holds so many requests: the next one then is refused or waits with them."""
-    time.sleep(0.3 + 0.02 * number)
+    pause(0.3 + 0.02 * number)
 
 
 def test_the_worker_is_killed_in_the_middle_of_a_request(pair):
@@ -26,7 +27,7 @@ def test_the_worker_is_killed_in_the_middle_of_a_request(pair):
     pair.worker.signal(signal.SIGKILL)
     assert through.result().status == 502 and through.got.json["detail"]["error_type"] == "bad_gateway"
     assert direct.result() is None and direct.error is not None
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     assert ask(pair.gateway.port).status == 502 and health(pair.gateway.port) == 502
     pair.release()
     gateway_before = pair.before[pair.gateway]
@@ -41,7 +42,7 @@ def test_the_worker_is_stopped_and_resumed(pair):
         requests = [Asking(port) for port in (pair.gateway.port, pair.worker.port) for _ in range(3)]
         started = time.monotonic()
         assert health(pair.gateway.port) == 504
-        assert 0.9 < time.monotonic() - started < 3
+        assert HEALTH_MS / 1000 - 0.1 < time.monotonic() - started < 20
     finally:
         pair.worker.signal(signal.SIGCONT)
     for request in requests:
@@ -52,7 +53,7 @@ def test_the_worker_is_stopped_and_resumed(pair):
 def test_the_gateway_is_stopped_and_resumed(pair):
     pair.gateway.signal(signal.SIGSTOP)
     requests = [Asking(pair.gateway.port) for _ in range(3)]
-    time.sleep(0.5)
+    pause(0.5)
     pair.gateway.signal(signal.SIGCONT)
     for request in requests:
         assert answers(request.result()) == pair.right
@@ -83,7 +84,7 @@ def test_sigterm_answers_every_admitted_request_and_none_after(mortal):
     admitted = [Asking(mortal.worker.port if i % 2 else mortal.gateway.port) for i in range(6)]
     in_hand(mortal, 6)
     mortal.worker.signal(signal.SIGTERM)
-    time.sleep(0.3)
+    pause(0.3)
     with pytest.raises(ConnectionError):
         ask(mortal.worker.port)
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
@@ -97,7 +98,7 @@ def test_sigterm_answers_every_admitted_request_and_none_after(mortal):
         got = request.result()
         assert answers(got) == mortal.right
         assert request.port == mortal.gateway.port or got.headers["Connection"] == "close"
-    assert mortal.worker.child.wait(15) == 0
+    assert mortal.worker.child.wait(30) == 0
 
 
 def test_sigterm_under_load(mortal):
@@ -123,7 +124,7 @@ def test_sigterm_under_load(mortal):
     threads = [threading.Thread(target=load, args=(port,))
                for port in (mortal.worker.port, mortal.gateway.port) for _ in range(4)]
     [thread.start() for thread in threads]
-    time.sleep(2.5)
+    pause(2.5)
     assert mortal.worker.stop(30) == 0
     [thread.join(30) for thread in threads]
     assert not wrong and counts[200] > 8, counts
@@ -137,11 +138,11 @@ def test_sigterm_does_not_wait_for_ever(model, tmp_path):
     try:
         (tmp_path / "hold").touch()
         request = Asking(worker.port)
-        time.sleep(0.5)
+        pause(0.5)
         started = time.monotonic()
         worker.signal(signal.SIGTERM)
-        assert worker.child.wait(20) == 1
-        assert 0.9 < time.monotonic() - started < 12
+        assert worker.child.wait(30) == 1
+        assert 0.9 < time.monotonic() - started < 20
         request.result()
         assert request.got is None or request.got.status == 503
     finally:
@@ -153,12 +154,12 @@ def test_the_gateway_ends_in_order(pair):
     requests = [Asking(pair.gateway.port) for _ in range(4)]
     in_hand(pair, 4)
     pair.gateway.signal(signal.SIGTERM)
-    time.sleep(0.2)
+    pause(0.2)
     with pytest.raises(ConnectionError):
         connect(pair.gateway.port).close()
     pair.release()
     for request in requests:
         assert answers(request.result()) == pair.right
-    assert pair.gateway.child.wait(10) == 0
+    assert pair.gateway.child.wait(30) == 0
     pair.restart_gateway()
     pair.check_unharmed()

@@ -9,8 +9,8 @@ from jev_kernels import gdn
 from jev_kernels.pool import CHUNKS, COUNTS, ROWS, RUNS
 
 D = gdn.D
-KINDS = ("plain", "weak", "strong", "mixed", "correlated", "aligned", "zero mean", "zero keys", "small", "large",
-         "faint", "loud", "endless")
+KINDS = ("plain", "weak", "strong", "mixed", "correlated", "aligned", "half aligned", "zero mean", "zero keys",
+         "small", "large", "faint", "loud", "endless")
 
 
 def inputs(rows: int, kind: str, key_heads: int, value_heads: int, seed: int = 0):
@@ -32,12 +32,12 @@ def inputs(rows: int, kind: str, key_heads: int, value_heads: int, seed: int = 0
         g *= 200
     if kind == "mixed":
         g = -torch.exp(4 * randn(rows, value_heads) - 3)
-    if kind in ("correlated", "aligned"):              # nearly parallel keys, and queries like them
+    if kind in ("correlated", "aligned", "half aligned"):         # nearly parallel keys, and queries like them
         base = randn(1, key_heads, D)
         k = base + 0.1 * randn(rows, key_heads, D)
-        q = base + 0.1 * randn(rows, key_heads, D) if kind == "aligned" else q
+        q = q if kind == "correlated" else base + 0.1 * randn(rows, key_heads, D)
         g *= 0.01
-        beta = 1 - 0.05 * rand(rows, value_heads)
+        beta = 0.5 * rand(rows, value_heads) if kind == "half aligned" else 1 - 0.05 * rand(rows, value_heads)
     if kind == "zero mean":
         q, k, v = randn(rows, key_heads, D), randn(rows, key_heads, D), randn(rows, value_heads, D)
     if kind == "zero keys":

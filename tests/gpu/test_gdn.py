@@ -77,7 +77,7 @@ def test_trees(tree, hopper):
     assert p.pool.n_slots > 0
 
 
-@pytest.mark.parametrize("kind", ["correlated", "aligned"])
+@pytest.mark.parametrize("kind", ["correlated", "aligned", "half aligned"])
 def test_states_kept_for_branches_are_good_enough(kind, hopper):
     """Nearly parallel keys leave the largest error in a state; branches that resume from it must not show it."""
     p = Problem(branches(1000, [40] * 20), kind, hopper=hopper)
