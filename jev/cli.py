@@ -1,4 +1,4 @@
-"""``jev``: serve, score, demo, demo-checkpoint, check, export, frontend. Heavy imports wait until a command needs them."""
+"""The command ``jev``. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from jev.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from jev.engine import Engine
-    from jev.server import Server
 
 INTRODUCTION = """\
 A decision worker for Open-Jev checkpoints. It takes a state and typed questions, runs every candidate answer through
@@ -108,7 +107,8 @@ def _curl(url: str, key: bool) -> str:
 def _set_up_logging() -> None:
     """Access lines (JSON) to stdout; everything else that is worth reading to stderr."""
     import logging
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING,
+                        format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     access = logging.getLogger("jev.access")
     access.setLevel(logging.INFO)
@@ -356,7 +356,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jev {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], help: str, epilog: str = "") -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str, epilog: str = ""):
         command = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", epilog=epilog,
                                       formatter_class=raw)
         command.set_defaults(run=run)
@@ -398,7 +398,8 @@ Exit status: 0 all answered, 1 some failed or there were none.
 
 # Commands with a module and a parser of their own.
 DELEGATED = {"export": ("jev.export", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
-             "frontend": ("jev.frontend", "the gateway in front of one or more workers")}
+             "frontend": ("jev.frontend", "the gateway in front of one or more workers"),
+             "audit": ("jev.audit", "measure each operation of a backend against float64 on an export's own weights")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,7 +65,8 @@ class Engine:
     def answer(self, body: bytes, cancelled: Callable[[], bool] | None = None) -> dict[str, Any]:
         """Answer one request. ``cancelled`` says whether its client has gone.
 
-        Raises ContractError (422), QueueFull or ShuttingDown (503, with ``retry_after``), InferenceError (500), Cancelled.
+        Raises ContractError (422), QueueFull or ShuttingDown (503, with ``retry_after``), InferenceError (500) or
+        Cancelled.
         """
         with self.scheduler.admit(cancelled) as place:
             request = contract.parse_request(body, self.export.model_names)

@@ -78,7 +78,7 @@ class Place:
 class Work:
     """The sequences of one admitted request.
 
-    ``costs[i]`` bounds the rows of sequences ``0..i-1`` computed in one forward (int64 [n + 1]); ``rows`` is their exact
+    ``costs[i]`` bounds the rows of sequences ``0..i-1`` computed in one forward (int64 [n + 1]); ``rows`` is the exact
     number for all of them.
     """
 

@@ -11,7 +11,6 @@ full worker still says 503 and answers ``/health`` at once.
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import select
 import socket

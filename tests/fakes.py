@@ -121,7 +121,7 @@ class Worker:
                  env: dict[str, str] | None = None) -> None:
         fake = f"jev.backbone.open_backbone = lambda *a, **k: FakeBackbone(seconds={seconds})"
         program = "\n".join([
-            "import ctypes, sys, time", "ctypes.CDLL(None).prctl(1, 9)",       # PR_SET_PDEATHSIG: never outlive the tests
+            "import ctypes, sys, time", "ctypes.CDLL(None).prctl(1, 9)",    # PR_SET_PDEATHSIG: never outlive the tests
             "import jev.backbone, jev.cli", "from tests.fakes import FakeBackbone",
             before, "" if seconds is None else fake,
             f"sys.exit(jev.cli.main({['serve', '--model', str(model), '--port', '0', *flags]!r}))"])

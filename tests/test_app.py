@@ -91,13 +91,15 @@ def test_health_and_models(client):
         assert post(client, body({**request(), "model": name})).status_code == 200
 
 
-@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", "application/json;x=1"])
+@pytest.mark.parametrize("content_type", [
+    "application/json; charset=utf-8", "Application/JSON", "application/json;x=1"])
 def test_media_types_taken(client, content_type):
     assert post(client, body(request()), {"Content-Type": content_type}).status_code == 200
 
 
-@pytest.mark.parametrize("content_type", [None, "", "text/json", "application/x-www-form-urlencoded", "application/jsonx",
-                                          "multipart/form-data; boundary=x", "application/json, text/plain"])
+@pytest.mark.parametrize("content_type", [
+    None, "", "text/json", "application/x-www-form-urlencoded", "application/jsonx", "multipart/form-data; boundary=x",
+    "application/json, text/plain"])
 def test_media_types_refused(client, content_type):
     headers = {} if content_type is None else {"Content-Type": content_type}
     check_error(post(client, body(request()), headers), 415, "unsupported_media_type")
@@ -118,13 +120,14 @@ def test_the_body_limit_is_exact(client):
 @pytest.mark.parametrize("length", [MAX_BODY_BYTES + 1, MAX_BODY_BYTES * 3])
 def test_the_body_limit_holds_without_a_length(client, length):
     import io
-    environ = {"wsgi.input": io.BytesIO(b" " * length), "wsgi.input_terminated": True, "CONTENT_TYPE": "application/json",
-               "HTTP_TRANSFER_ENCODING": "chunked"}
+    environ = {"wsgi.input": io.BytesIO(b" " * length), "wsgi.input_terminated": True,
+               "CONTENT_TYPE": "application/json", "HTTP_TRANSFER_ENCODING": "chunked"}
     check_error(client.post("/v1/systemone", environ_overrides=environ), 413, "request_too_large")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/systemone/", "/v1//systemone", "//health", "/health/", "/v1/models/x",
-                                  "/static/x", "/favicon.ico", "/%2e%2e/etc/passwd"])
+@pytest.mark.parametrize("path", [
+    "/", "/v1", "/v1/systemone/", "/v1//systemone", "//health", "/health/", "/v1/models/x", "/static/x", "/favicon.ico",
+    "/%2e%2e/etc/passwd"])
 def test_unknown_paths(client, path):
     check_error(client.get(path), 404, "not_found")
     check_error(client.post(path, data=body(request()), headers=JSON), 404)
@@ -132,8 +135,8 @@ def test_unknown_paths(client, path):
 
 @pytest.mark.parametrize("method, path, allowed", [
     ("GET", "/v1/systemone", {"POST"}), ("PUT", "/v1/systemone", {"POST"}), ("OPTIONS", "/v1/systemone", {"POST"}),
-    ("HEAD", "/v1/systemone", {"POST"}), ("DELETE", "/health", {"GET", "HEAD"}), ("POST", "/v1/models", {"GET", "HEAD"}),
-    ("OPTIONS", "/health", {"GET", "HEAD"}), ("BREW", "/health", {"GET", "HEAD"})])
+    ("HEAD", "/v1/systemone", {"POST"}), ("DELETE", "/health", {"GET", "HEAD"}),
+    ("POST", "/v1/models", {"GET", "HEAD"}), ("OPTIONS", "/health", {"GET", "HEAD"}), ("BREW", "/health", {"GET", "HEAD"})])
 def test_wrong_methods_say_what_is_allowed(client, method, path, allowed):
     response = client.open(path, method=method)
     assert response.status_code == 405 and set(response.headers["Allow"].split(", ")) == allowed
@@ -281,7 +284,8 @@ def test_no_body_makes_anything_but_200_or_4xx(client, data):
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_damage_to_a_good_body_makes_anything_but_200_or_4xx(client, data):
-    good = bytearray(body(request(pick=choice(3), score={"type": "score", "instructions": "?", "criteria": ["a", "b"]})))
+    score = {"type": "score", "instructions": "?", "criteria": ["a", "b"]}
+    good = bytearray(body(request(pick=choice(3), score=score)))
     for _ in range(data.draw(st.integers(1, 4))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     status = post(client, bytes(good)).status_code

@@ -187,8 +187,8 @@ backbone.fail = lambda sequences: time.sleep(60) if len(backbone.forwards) > 1 e
 jev.backbone.open_backbone = lambda *args, **kwargs: backbone
 sys.exit(jev.cli.main(['demo', '--dir', {str(tmp_path)!r}, '--request', {str(tmp_path / 'r.json')!r}]))
 """)
-    process = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], cwd=ROOT, stderr=subprocess.PIPE,
+                               text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     said = []
     for line in process.stderr:
         said.append(line)

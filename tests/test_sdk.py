@@ -26,7 +26,8 @@ def test_every_kind_of_answer_is_parsed(server):
         "tone": sdk.Choice(instructions="What is the tone?",
                            criteria={"calm": "Polite.", "angry": {"signs": ["capitals", "threats"]}, "other": None}),
         "billing": sdk.Noul(instructions="Is this about billing?", criteria={"true": "Money.", "false": "All else."}),
-        "urgency": sdk.Score(instructions={"task": "How urgent?"}, criteria=["Can wait.", "This week.", {"when": "now"}]),
+        "urgency": sdk.Score(instructions={"task": "How urgent?"},
+                             criteria=["Can wait.", "This week.", {"when": "now"}]),
         "only": sdk.Choice(instructions="One way.", criteria={"so": None})}
     with client(server) as typesafe:
         response = typesafe.system_one(state={"message": "I was charged twice."}, questions=questions)

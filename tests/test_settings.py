@@ -27,7 +27,8 @@ def test_the_environment_and_flags_that_override_it():
 
 
 @pytest.mark.parametrize("environ, graph", [
-    ({"CUA_S1_GRAPH": "0"}, False), ({"CUA_S1_GRAPH": "0", "OPEN_JEV_GRAPH": "1"}, True), ({"OPEN_JEV_GRAPH": "0"}, False)])
+    ({"CUA_S1_GRAPH": "0"}, False), ({"CUA_S1_GRAPH": "0", "OPEN_JEV_GRAPH": "1"}, True),
+    ({"OPEN_JEV_GRAPH": "0"}, False)])
 def test_graph_has_two_names(environ, graph):
     assert Settings.from_environment(environ).graph is graph
 
