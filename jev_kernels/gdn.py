@@ -446,5 +446,5 @@ def kernels() -> dict[str, tuple[Kernel, list, int, int]]:
     from jev_kernels import hopper_gdn
     prepare, scan = hopper_gdn.kernels(16, 48)
     return {"gated_delta_rule": (kernel(16, 48), [(8, 0), (9, 0, "a")], 255, 0),
-            "hopper_gdn_prepare": (prepare, [(9, 0, "a")], 80, 0),
+            "hopper_gdn_prepare": (prepare, [(9, 0, "a")], 80, 64),
             "hopper_gdn_scan": (scan, [(9, 0, "a")], 255, 0)}

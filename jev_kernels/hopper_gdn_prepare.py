@@ -91,15 +91,22 @@ def mma_at(acc, n, a, b0, b1):
 
 
 @cuda.jit(device=True, inline="always")
-def tile_product(acc, n, a_at, b_at):
-    """acc[16 x 8 tiles n, n + 1] += 16 rows at a_at times 16 rows at b_at, over their 128 columns."""
+def strip_product(acc, own, blocks, a_at, b_at, own_at):
+    """acc += 16 rows at a_at times 16 `blocks` rows at b_at, own += times 16 rows at own_at; over their 128 columns.
+
+    Steps of 16 columns outside, blocks inside: neighbouring products do not wait for each other.
+    """
     for kk in range(8):
         flip = (kk & 3) << 5
         half = (kk >> 2) * 8192
         a = ldsm((a_at ^ flip) + half)
-        b = ldsm((b_at ^ flip) + half)
-        mma_at(acc, n, a, b[0], b[1])
-        mma_at(acc, n + 1, a, b[2], b[3])
+        for n in range(blocks):
+            b = ldsm((b_at ^ flip) + (half + n * 2048))
+            mma_at(acc, 2 * n, a, b[0], b[1])
+            mma_at(acc, 2 * n + 1, a, b[2], b[3])
+        b = ldsm((own_at ^ flip) + half)
+        mma_at(own, 0, a, b[0], b[1])
+        mma_at(own, 1, a, b[2], b[3])
 
 
 @cuda.jit(device=True, inline="always")
@@ -245,17 +252,18 @@ def make_prepare(HK: int, HV: int):
             row7 = i32(lane & 7)
             a_at = sm + (warp >> 2) * QS + (strip * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ row7) << 4)
             b_at = sm + (row7 + ((lane >> 4) << 3)) * 128 + ((((lane >> 3) & 1) ^ row7) << 4)
-            tile_product(acc, 0, a_at, b_at)
-            if strip >= 1:
-                tile_product(acc, 2, a_at, b_at + 2048)
-            if strip >= 2:
-                tile_product(acc, 4, a_at, b_at + 4096)
-            if strip >= 3:
-                tile_product(acc, 6, a_at, b_at + 6144)
-            # sums of squares: the diagonal of this strip's product with itself, in the lane with tt = gg / 2
+            # own: sums of squares, on the diagonal of this strip's product with itself, in the lane with tt = gg / 2
             own = cuda.local.array(8, f32)
             clear(own)
-            tile_product(own, 0, a_at, b_at + (warp >> 2) * QS + strip * 2048)
+            own_at = b_at + (warp >> 2) * QS + strip * 2048
+            if strip == 0:
+                strip_product(acc, own, 1, a_at, b_at, own_at)
+            elif strip == 1:
+                strip_product(acc, own, 2, a_at, b_at, own_at)
+            elif strip == 2:
+                strip_product(acc, own, 3, a_at, b_at, own_at)
+            else:
+                strip_product(acc, own, 4, a_at, b_at, own_at)
             n0 = own[1] if gg & 1 else own[0]
             n1 = own[7] if gg & 1 else own[6]
             n0 = cuda.shfl_sync(0xffffffff, n0, (lane & 28) | (gg >> 1))

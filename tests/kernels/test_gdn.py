@@ -126,7 +126,7 @@ def test_stored_state(hopper):
 
 @pytest.mark.parametrize("hopper", [False, True])
 def test_short_branches_of_parallel_keys(hopper):
-    """The last row of a short option reads little but the stored state, where nearly parallel keys leave their errors."""
+    """The last row of a short option reads little but a stored state, where nearly parallel keys leave their errors."""
     p = Problem([np.r_[np.arange(64), 800], np.r_[np.arange(64), 801]], decay=1e-3)
     rng = np.random.default_rng(3)
     base = rng.standard_normal(D)
@@ -136,7 +136,7 @@ def test_short_branches_of_parallel_keys(hopper):
     p.beta[64:66] = bf16.from_float64(np.full((2, 1), 0.05))
     out, ref = p.run(hopper)[0], p.expected()
     tails = p.pool.positions == 64
-    assert error(out[tails], ref[tails]) <= 3.5e-3           # 7e-3 with V' as a single BF16 in the state
+    assert error(out[tails], ref[tails]) <= 3e-3             # 1e-2 with V' as a single BF16 in the state
 
 
 def test_endless_decay():
