@@ -92,10 +92,13 @@ def serve(args: argparse.Namespace) -> int:
     say(f"queue: {settings.queue} requests; forward passes of up to {engine.max_rows} rows")
     say(f"ready after {time.perf_counter() - started:.1f} s; listening on {server.url}")
     say(f"try: {_curl(server.url, settings.api_key is not None)}")
-    finished = server.run()
+    if not server.run():
+        say("stopped before every request was answered")
+        sys.stdout.flush()
+        os._exit(1)             # a forward pass is still under way, and the device must not be closed under it
     engine.close()
-    say("stopped" if finished else "stopped before every request was answered")
-    return 0 if finished else 1
+    say("stopped")
+    return 0
 
 
 def _curl(url: str, key: bool) -> str:

@@ -265,9 +265,9 @@ def test_it_says_what_it_serves_and_where(start):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_with_nothing_in_flight_it_exits_within_a_second_whatever_is_open(start, number):
-    """The best of three: on a crowded machine the process may not get a core for a second."""
+    """The best of five: on a crowded machine the process may not get a core for a second."""
     seconds = []
-    while not seconds or (min(seconds) >= 1 and len(seconds) < 3):
+    while not seconds or (min(seconds) >= 1 and len(seconds) < 5):
         worker = start()
         connections = [connect(worker) for _ in range(20)]
         for connection in connections:
@@ -321,7 +321,7 @@ def test_a_request_that_arrives_on_a_busy_connection_while_draining_is_refused_i
 
 
 def test_a_second_signal_gives_up(start, pool):
-    worker = start(seconds=2.0)
+    worker = start(seconds=60.0)
     worker.wait_for("listening")
     running = pool.submit(ask, worker)
     time.sleep(0.5)
@@ -330,20 +330,20 @@ def test_a_second_signal_gives_up(start, pool):
     started = time.monotonic()
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 1
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20
     with pytest.raises(Exception):
         running.result(10)
 
 
 def test_it_gives_up_after_drain_seconds(start, pool):
-    worker = start("--drain-seconds", "0.5", seconds=2.0)
+    worker = start("--drain-seconds", "0.5", seconds=60.0)
     worker.wait_for("listening")
     running = pool.submit(ask, worker)
     time.sleep(0.5)
     started = time.monotonic()
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 1
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 20
     with pytest.raises(Exception):
         running.result(10)
 
