@@ -13,7 +13,7 @@ from jev.demo_checkpoint import write_demo_checkpoint
 from jev.engine import Engine
 from jev.settings import Settings
 from tests.faults.harness import (
-    GOOD_BODY, Asking, Process, answers, ask, check_settled, free_port, health, pause, start_gateway,
+    GOOD_BODY, Asking, Process, answers, ask, check_settled, eventually, free_port, health, pause, start_gateway,
     start_worker, without_timing)
 from tests.faults.hostile import largest
 
@@ -40,8 +40,12 @@ class Pair:
     def order(self, what: str, content: str = "") -> None:
         (self.folder / what).write_text(content)
 
-    def hold(self) -> None:
+    def hold(self, port: int) -> Asking:
+        """A request by itself in a forward pass that lasts until `release`; what comes after it waits in the queue."""
         self.order("hold")
+        asking = Asking(port)
+        assert eventually(lambda: (self.folder / "held").exists())
+        return asking
 
     def release(self) -> None:
         (self.folder / "hold").unlink(missing_ok=True)
@@ -61,8 +65,7 @@ class Pair:
         for body in largest():
             together = [Asking(port, body) for port in (self.worker.port, self.gateway.port) for _ in range(4)]
             assert all(request.result().status in (413, 422) for request in together)
-        self.hold()
-        requests = [Asking(self.gateway.port) for _ in range(8)]
+        requests = [self.hold(self.gateway.port), *(Asking(self.gateway.port) for _ in range(7))]
         pause(0.3)
         self.release()
         assert all(answers(request.result()) == self.right for request in requests)
@@ -104,11 +107,17 @@ def right(model: Path) -> dict:
 
 
 @pytest.fixture(scope="session")
-def pair(model: Path, right: dict, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """One for all tests that leave a worker and a gateway behind which are as good as before."""
+def shared_pair(model: Path, right: dict, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     running = Pair(tmp_path_factory.mktemp("pair"), model, right, queue=8)
     yield running
     running.close()
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Iterator[Pair]:
+    """For tests that leave a worker and a gateway behind which are as good as before: one pair serves them all."""
+    yield shared_pair
+    shared_pair.release()
 
 
 @pytest.fixture

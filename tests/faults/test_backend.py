@@ -20,9 +20,7 @@ def test_a_failed_inference_is_a_500_and_nothing_else_suffers(pair, what):
 
 
 def test_those_who_share_a_failing_forward_fail_and_those_after_do_not(pair):
-    pair.hold()
-    first = Asking(pair.gateway.port)
-    assert eventually(lambda: first.is_alive(), 1)
+    first = pair.hold(pair.gateway.port)
     pair.order("raise", "once")
     requests = [Asking(pair.gateway.port) for _ in range(5)]
     pair.release()

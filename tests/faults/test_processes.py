@@ -11,7 +11,8 @@ import pytest
 
 from tests.faults.conftest import HEALTH_MS
 from tests.faults.harness import (
-    GOOD_BODY, Asking, answers, ask, check_settled, connect, health, pause, post_bytes, read_all, start_worker)
+    GOOD_BODY, Asking, answers, ask, check_settled, connect, eventually, health, pause, post_bytes, read_all,
+    start_worker)
 
 
 def in_hand(pair, number):
@@ -20,8 +21,7 @@ def in_hand(pair, number):
 
 
 def test_the_worker_is_killed_in_the_middle_of_a_request(pair):
-    pair.hold()
-    through, direct = Asking(pair.gateway.port), Asking(pair.worker.port)
+    through, direct = pair.hold(pair.gateway.port), Asking(pair.worker.port)
     in_hand(pair, 2)
     started = time.monotonic()
     pair.worker.signal(signal.SIGKILL)
@@ -61,8 +61,7 @@ def test_the_gateway_is_stopped_and_resumed(pair):
 
 
 def test_a_full_queue(pair):
-    pair.hold()
-    held = [Asking(pair.worker.port if i % 2 else pair.gateway.port) for i in range(8)]
+    held = [pair.hold(pair.worker.port), *(Asking(pair.worker.port if i % 2 else pair.gateway.port) for i in range(7))]
     in_hand(pair, 8)
     for i in range(30):
         got = ask(pair.worker.port if i % 2 else pair.gateway.port)
@@ -80,8 +79,8 @@ def test_sigterm_answers_every_admitted_request_and_none_after(mortal):
     assert answers(ask(0, connection=idle)) == mortal.right
     half = connect(mortal.worker.port)
     half.sendall(post_bytes(GOOD_BODY)[:-5])
-    mortal.hold()
-    admitted = [Asking(mortal.worker.port if i % 2 else mortal.gateway.port) for i in range(6)]
+    admitted = [mortal.hold(mortal.worker.port)]
+    admitted += [Asking(mortal.worker.port if i % 2 else mortal.gateway.port) for i in range(5)]
     in_hand(mortal, 6)
     mortal.worker.signal(signal.SIGTERM)
     pause(0.3)
@@ -138,7 +137,7 @@ def test_sigterm_does_not_wait_for_ever(model, tmp_path):
     try:
         (tmp_path / "hold").touch()
         request = Asking(worker.port)
-        pause(0.5)
+        assert eventually(lambda: (tmp_path / "held").exists())
         started = time.monotonic()
         worker.signal(signal.SIGTERM)
         assert worker.child.wait(30) == 1
@@ -150,8 +149,7 @@ def test_sigterm_does_not_wait_for_ever(model, tmp_path):
 
 
 def test_the_gateway_ends_in_order(pair):
-    pair.hold()
-    requests = [Asking(pair.gateway.port) for _ in range(4)]
+    requests = [pair.hold(pair.gateway.port), *(Asking(pair.gateway.port) for _ in range(3))]
     in_hand(pair, 4)
     pair.gateway.signal(signal.SIGTERM)
     pause(0.2)

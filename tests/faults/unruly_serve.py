@@ -2,8 +2,9 @@
 
     python -m tests.faults.unruly_serve FOLDER serve --model EXPORT ...
 
-Before each forward it looks for: `hold` (waits until the file is gone), and then, each once, `raise` (an exception
-with the content of the file as its message), `memory` (out of device memory), `nan` (hidden states of NaN).
+Before each forward it looks for: `hold` (waits until the file is gone, with a file `held` there meanwhile), and then,
+each once, `raise` (an exception with the content of the file as its message), `memory` (out of device memory), `nan`
+(hidden states of NaN).
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ class UnrulyBackbone:
         return content
 
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-        while (self.folder / "hold").exists():
-            time.sleep(0.005)
+        if (self.folder / "hold").exists():
+            (self.folder / "held").touch()
+            while (self.folder / "hold").exists():
+                time.sleep(0.005)
+            (self.folder / "held").unlink()
         if (message := self._told("raise")) is not None:
             raise RuntimeError(message)
         if self._told("memory") is not None:
