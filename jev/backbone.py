@@ -78,8 +78,9 @@ class NumpyBackbone:
 
     def __init__(self, export: Export, max_length: int | None = None, precision: str = "bf16", max_rows: int = 8192):
         from jev.ops.numpy import NumpyOps
-        self.max_rows = max_rows
-        self.ops = NumpyOps(export.config, precision, max_length or export.manifest.max_length)
+        length = max_length or export.manifest.max_length
+        self.max_rows = max(max_rows, length)
+        self.ops = NumpyOps(export.config, precision, length)
         self.model = weights.load(export.tensors, export.config, self.ops)
 
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:

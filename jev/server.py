@@ -16,7 +16,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from waitress import wasyncore
 from waitress.adjustments import Adjustments
@@ -24,8 +24,10 @@ from waitress.channel import HTTPChannel
 from waitress.server import TcpWSGIServer
 from waitress.task import ThreadedTaskDispatcher, WSGITask
 
-from jev.engine import Engine
 from jev.settings import Settings
+
+if TYPE_CHECKING:            # the gateway runs this server too, and has no engine to load
+    from jev.engine import Engine
 
 logger = logging.getLogger("jev.server")
 

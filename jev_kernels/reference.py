@@ -202,19 +202,22 @@ def gated_attention(q, k, v, gate, branches, scale: float, r=exact) -> np.ndarra
     ``RowPool.branches``: path is the row at each position, positions >= start are the branch's own. Queries go in blocks
     of 64 absolute positions over as many keys, so that shapes, and with them bits, follow positions only.
     """
-    group = q.shape[1] // k.shape[1]
+    heads, d = k.shape[1], k.shape[2]
     out = np.empty_like(q)
     for path, start in branches:
         for low in range(start // CHUNK * CHUNK, len(path), CHUNK):
             keys = np.zeros(low + CHUNK, np.int64)
             keys[:min(low + CHUNK, len(path))] = path[:low + CHUNK]
             rows = keys[low:]
-            qs = q[rows].transpose(1, 0, 2)
-            ks, vs = (np.repeat(x[keys].transpose(1, 0, 2), group, axis=0) for x in (k, v))
-            s = qs @ ks.transpose(0, 2, 1) * scale
-            s = np.where(np.arange(low + CHUNK) <= np.arange(low, low + CHUNK)[:, None], s, -np.inf)
-            p = np.exp(s - s.max(-1, keepdims=True))
-            o = (p @ vs) / p.sum(-1, keepdims=True)
+            # The query heads of a key head one below the other: [heads of k, 64 * group, .] against its keys.
+            qs = q[rows].reshape(CHUNK, heads, -1, d).transpose(1, 2, 0, 3).reshape(heads, -1, d)
+            ks, vs = (x[keys].transpose(1, 0, 2) for x in (k, v))
+            s = (qs @ ks.transpose(0, 2, 1) * scale).reshape(heads, -1, CHUNK, low + CHUNK)
+            s[..., np.arange(low + CHUNK) > np.arange(low, low + CHUNK)[:, None]] = -np.inf
+            s -= s.max(-1, keepdims=True)
+            p = np.exp(s, out=s)
+            total = p.sum(-1, keepdims=True)
+            o = (p.reshape(heads, -1, low + CHUNK) @ vs).reshape(heads, -1, CHUNK, d) / total
             mine = slice(max(start - low, 0), min(len(path) - low, CHUNK))
-            out[rows[mine]] = o.transpose(1, 0, 2)[mine]
+            out[rows[mine]] = o.transpose(2, 0, 1, 3).reshape(CHUNK, -1, d)[mine]
     return r(r(out) * r(sigmoid(gate)))
