@@ -195,29 +195,50 @@ def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact) -> np.ndarray:
     return r(out)
 
 
+QUERIES, KEYS = 16, 512     # positions of a block of queries and of keys in ``gated_attention``
+
+
 def gated_attention(q, k, v, gate, branches, scale: float, r=exact) -> np.ndarray:
     """r( r(softmax(q k^T scale) v) * r(sigmoid(gate)) ), each row over its own path up to itself. [T, Hq, D]
 
     q, gate [T, Hq, D]; k, v [T, Hk, D]; query head h reads key head h // (Hq / Hk). branches: pairs (path, start) as in
-    ``RowPool.branches``: path is the row at each position, positions >= start are the branch's own. Queries go in blocks
-    of 64 absolute positions over as many keys, so that shapes, and with them bits, follow positions only.
+    ``RowPool.branches``: path is the row at each position, positions >= start are the branch's own. Blocks of queries and
+    keys begin at absolute positions, and block after block is summed in rising order, so that shapes and order, and with
+    them bits, follow positions only.
     """
     heads, d = k.shape[1], k.shape[2]
     out = np.empty_like(q)
+    keys_of = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     for path, start in branches:
-        for low in range(start // CHUNK * CHUNK, len(path), CHUNK):
-            keys = np.zeros(low + CHUNK, np.int64)
-            keys[:min(low + CHUNK, len(path))] = path[:low + CHUNK]
-            rows = keys[low:]
-            # The query heads of a key head one below the other: [heads of k, 64 * group, .] against its keys.
-            qs = q[rows].reshape(CHUNK, heads, -1, d).transpose(1, 2, 0, 3).reshape(heads, -1, d)
-            ks, vs = (x[keys].transpose(1, 0, 2) for x in (k, v))
-            s = (qs @ ks.transpose(0, 2, 1) * scale).reshape(heads, -1, CHUNK, low + CHUNK)
-            s[..., np.arange(low + CHUNK) > np.arange(low, low + CHUNK)[:, None]] = -np.inf
+        for low in range(start // QUERIES * QUERIES, len(path), QUERIES):
+            end = low + QUERIES
+            rows = _rows(path, low, end)
+            # The query heads of a key head one below the other: [heads of k, group * 16, .] against its keys.
+            qs = q[rows].reshape(QUERIES, heads, -1, d).transpose(1, 2, 0, 3).reshape(heads, -1, d)
+            blocks = [_block(path, at, min(at + KEYS, end)) for at in range(0, end, KEYS)]
+            s = np.concatenate([qs @ keys_of[0][:, b].transpose(0, 2, 1) for b in blocks], axis=2) * scale
+            s = s.reshape(heads, -1, QUERIES, end)
+            s[..., np.arange(end) > np.arange(low, end)[:, None]] = -np.inf
             s -= s.max(-1, keepdims=True)
             p = np.exp(s, out=s)
             total = p.sum(-1, keepdims=True)
-            o = (p.reshape(heads, -1, low + CHUNK) @ vs).reshape(heads, -1, CHUNK, d) / total
-            mine = slice(max(start - low, 0), min(len(path) - low, CHUNK))
-            out[rows[mine]] = o.transpose(2, 0, 1, 3).reshape(CHUNK, -1, d)[mine]
+            p = p.reshape(heads, -1, end)
+            o = sum(p[..., i * KEYS:(i + 1) * KEYS] @ keys_of[1][:, b] for i, b in enumerate(blocks))
+            o = o.reshape(heads, -1, QUERIES, d) / total
+            mine = slice(max(start - low, 0), min(len(path) - low, QUERIES))
+            out[rows[mine]] = o.transpose(2, 0, 1, 3).reshape(QUERIES, -1, d)[mine]
     return r(r(out) * r(sigmoid(gate)))
+
+
+def _rows(path: np.ndarray, low: int, end: int) -> np.ndarray:
+    """Rows at positions low..end-1 of a path; positions beyond its end read row 0, which their masks keep out."""
+    rows = np.zeros(end - low, np.int64)
+    rows[:len(path) - low] = path[low:end]
+    return rows
+
+
+def _block(path: np.ndarray, low: int, end: int):
+    """The same as an index: a slice, which copies nothing, where the rows are consecutive."""
+    rows = _rows(path, low, end)
+    first = int(rows[0])
+    return slice(first, first + end - low) if (np.diff(rows) == 1).all() else rows

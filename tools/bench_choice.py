@@ -28,13 +28,14 @@ def main(argv=None) -> None:
     parser.add_argument("--tokens", type=int, default=600, help="words of the state, about as many tokens")
     parser.add_argument("--options", type=int, default=255)
     parser.add_argument("--backend", default="numpy", choices=("auto", "cuda", "numpy"))
+    parser.add_argument("--max-length", type=int, help="tokens of a prompt, instead of what the export says")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    export = open_export(args.export)
+    export = open_export(args.export, args.max_length)
     manifest = export.manifest
     processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length)
-    backbone = open_backbone(export, args.backend, log=lambda line: None)
+    backbone = open_backbone(export, args.backend, args.max_length, log=lambda line: None)
     words = np.random.default_rng(0).choice("the parcel left depot on Tuesday and nobody saw it".split(), args.tokens)
     instructions = "Which shelf is it on?"
     questions = {"noul": {"type": "noul", "instructions": instructions},
