@@ -2,28 +2,28 @@
 
     out = r( r(softmax(q k^T / 16) v) * r(sigmoid(gate)) ),  r = round to BF16;  without a gate r(softmax(..) v)
 
-q, gate, out [rows, Hq * 256], k, v [rows, Hk * 256]: BF16 in uint16, rows any multiple of 8 elements apart, so that q, gate,
-k and v may be column ranges of one buffer. Query head h reads KV head h // (Hq / Hk). A row attends to the rows of its own
-path, up to itself: ``tiles`` names runs of at most 128 rows of one branch, ``paths`` the row at each position of it (see
-``jev_kernels.pool``). Everything else is float32: scores, the running maximum and sum, the running output. The exponentials
-are rounded to BF16 for the product with V, and summed before that. Rows beyond the live ones are not written.
+q, gate, out [rows, Hq * 256], k, v [rows, Hk * 256]: BF16 in uint16, rows any multiple of 8 elements apart, so that
+q, gate, k and v may be column ranges of one buffer. Query head h reads KV head h // (Hq / Hk). A row attends to the
+rows of its own path, up to itself: ``tiles`` names runs of at most 128 rows of one branch, ``paths`` the row at each
+position of it (see ``jev_kernels.pool``). Scores, the running maximum and sum and the running output are float32. The
+exponentials are rounded to BF16 for the product with V, and summed before that. Only live rows are written.
 
 ``Plan`` binds the arrays and picks the kernel: the one below, for compute capability 8.0 and later, or on Hopper
 ``jev_kernels.hopper_attention``, the same function with other tiles. ``gate_mul`` is the gate on its own.
 
-How it works (FlashAttention-2): a block of four warps takes 64 query rows of a tile and one query head; a warp owns 16 of
-the rows. Q stays in shared memory. Keys come in tiles of 32 positions; for each of them
+How it works (FlashAttention-2): a block of four warps takes 64 query rows of a tile and one query head; a warp owns 16
+of the rows. Q stays in shared memory. Keys come in tiles of 32 positions; for each of them
 
     S = Q K^T                                         mma, BF16 operands, float32 sums
     m' = max(m, rows of S),  f = 2^(m - m')           S is in units of log2(e) / 16, so exponentials are powers of two
     P = 2^(S - m'),  l = f l + rows of P,  O = f O + P V
 
-and in the end out = O / l. Nothing crosses rows, and key tiles start at absolute multiples of 32 and are taken in rising
-order; one beyond a row's own position has P = 0 and f = 1 and changes nothing. So a row's bits depend on its prefix only,
-not on the rows that share its tile, on where the tile starts or on what else is in the pool. Positions past the end of the
-query rows are zeros in shared memory: whatever other branches hold, it is no operand.
+and in the end out = O / l. Nothing crosses rows, and key tiles start at absolute multiples of 32 and are taken in
+rising order; one beyond a row's own position has P = 0 and f = 1 and changes nothing. So a row's bits depend on its
+prefix only, not on the rows that share its tile, on where the tile starts or on what else is in the pool. Positions
+past the end of the query rows are zeros in shared memory: whatever other branches hold, it is no operand.
 
-Source: ``Qwen3_5Attention`` of Transformers; Dao, FlashAttention-2 (2023); PTX ISA for the fragments (``jev_kernels.ptx``).
+Source: ``Qwen3_5Attention`` of Transformers; Dao, FlashAttention-2 (2023); PTX ISA for the fragments.
 """
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from numba.cuda.core import config
 
 from jev_kernels.launch import Kernel, View, aligned, live, view
 from jev_kernels.pool import COUNTS, ROWS, TILES
-from jev_kernels.ptx import (add_rn, cp16, cp_commit, cp_wait0, cp_wait1, ex2, f32, high, i32, ldg_i32, ldg_u32x4, ldsm, ldsm_t,
-                             low, mma, mul_rn, pack, pdl_launch, pdl_wait, rcp, shfl_xor, smem_addr, stg_u32, stg_u32x4,
-                             u32, u64, void)
+from jev_kernels.ptx import (add_rn, cp16, cp_commit, cp_wait0, cp_wait1, ex2, f32, high, i32, ldg_i32, ldg_u32x4, ldsm,
+                             ldsm_t, low, mma, mul_rn, pack, pdl_launch, pdl_wait, rcp, shfl_xor, smem_addr, stg_u32,
+                             stg_u32x4, u32, u64, void)
 
 D = 256                          # head dim
 QUERIES = 64                     # query rows of a block, 16 a warp
 KEYS = 32                        # positions of a key tile
 THREADS = 128
-PITCH = (D + 8) * 2              # bytes from row to row in shared memory: 8 rows of a fragment fall into different banks
+PITCH = (D + 8) * 2              # bytes from row to row in shared memory: a fragment's 8 rows fall into different banks
 SMEM = (QUERIES + 2 * KEYS) * PITCH
 N_OUT = D // 8 * 4               # a thread's registers of a warp's [16, 256] output
 N_SCORES = KEYS // 8 * 4         # ... of its [16, 32] scores
@@ -195,7 +195,8 @@ def attention_kernel(group: int, gated: bool) -> Kernel:
             if busy:
                 for n in range(KEYS // 16):                             # S's layout is A's: two fragments make 16 keys
                     j = n * 8
-                    a = (pack(s[j], s[j + 1]), pack(s[j + 2], s[j + 3]), pack(s[j + 4], s[j + 5]), pack(s[j + 6], s[j + 7]))
+                    a = (pack(s[j], s[j + 1]), pack(s[j + 2], s[j + 3]),
+                         pack(s[j + 4], s[j + 5]), pack(s[j + 6], s[j + 7]))
                     for c in range(D // 16):
                         b = ldsm_t(v_at + n * 16 * PITCH + c * 32)
                         i = c * 8
@@ -219,7 +220,8 @@ def attention_kernel(group: int, gated: bool) -> Kernel:
                         pair = gate_pair(pair, u32(ldg_i32(from_gate + u64(j * 16))))
                     stg_u32(to + u64(j * 16), pair)
 
-    return Kernel(attention_kernel, void(u64, u64, u64, u64, u64, i32, i32, i32, i32, i32, u64, u64, u64), THREADS, SMEM)
+    signature = void(u64, u64, u64, u64, u64, i32, i32, i32, i32, i32, u64, u64, u64)
+    return Kernel(attention_kernel, signature, THREADS, SMEM)
 
 
 # ---------------------------------------------------------------- the gate alone
@@ -297,8 +299,8 @@ def check_operands(q, k, v, gate, out, counts, tiles, paths) -> Operands:
             raise ValueError(f"{name} must start at a multiple of 16 bytes and have a stride that is a multiple of 8")
         if found is not None and found.strides[0] * 2 >= 2**31:
             raise ValueError(f"{name} has a stride of {found.strides[0]}: too far from row to row")
-    return Operands(**views, counts=view("counts", counts, np.int32, COUNTS), tiles=view("tiles", tiles, np.int32, None, 4),
-                    paths=view("paths", paths, np.int32, None))
+    return Operands(**views, counts=view("counts", counts, np.int32, COUNTS),
+                    tiles=view("tiles", tiles, np.int32, None, 4), paths=view("paths", paths, np.int32, None))
 
 
 class PortablePlan:
@@ -311,8 +313,8 @@ class PortablePlan:
         self.kernel = attention_kernel(x.heads // x.kv_heads, x.gate is not None)
         self.grid = (2 * x.tiles.shape[0], x.heads)
         rows = x.q, x.k, x.v, x.gate or x.q, x.out
-        self.arguments = (*(v.address for v in rows), *(v.strides[0] * 2 for v in rows), x.counts.address, x.tiles.address,
-                          x.paths.address)
+        self.arguments = (*(v.address for v in rows), *(v.strides[0] * 2 for v in rows),
+                          x.counts.address, x.tiles.address, x.paths.address)
 
     def __call__(self, stream, pdl: bool = False) -> None:
         self.kernel(stream, self.grid, *self.arguments, pdl=pdl)
@@ -321,12 +323,12 @@ class PortablePlan:
 class Plan:
     """Gated attention bound to its arrays: ``plan(stream, pdl=True)`` launches it, as often as wanted.
 
-    q, gate [rows, Hq * 256], k, v [rows, Hk * 256], out [rows or fewer, Hq * 256]: BF16 (uint16), Hk a divisor of Hq, rows
-    contiguous, starting at multiples of 16 bytes and a multiple of 8 elements apart. gate None: no gate.
+    q, gate [rows, Hq * 256], k, v [rows, Hk * 256], out [rows or fewer, Hq * 256]: BF16 (uint16), Hk a divisor of Hq,
+    rows contiguous, starting at multiples of 16 bytes and a multiple of 8 elements apart. gate None: no gate.
     counts int32 [16], tiles int32 [n, 4], paths int32 [m]: of the pool, read by the kernel at every launch.
 
-    The grid depends on the shapes alone. Keep the plan as long as any graph that it was captured in: on Hopper it owns
-    tensor maps in device memory. Making one allocates, so it cannot happen during a capture. ``hopper`` chooses the
+    The grid depends on the shapes alone. Making a plan allocates (on Hopper: tensor maps), so it cannot happen during a
+    capture; launching it can. Keep it, and its arrays, as long as any graph that it is in. ``hopper`` chooses the
     kernel; None: by the device. Raises ValueError naming the argument that does not fit.
     """
 
@@ -349,10 +351,8 @@ def on_hopper() -> bool:
 
 
 def gated_attention(stream, q, k, v, gate, out, counts, tiles, paths, pdl: bool = False) -> None:
-    """Launch once; see ``Plan``, which is the way to do it often. Waits for the launch, and cannot be captured."""
-    plan = Plan(q, k, v, gate, out, counts, tiles, paths)
-    plan(stream, pdl=pdl)
-    cuda.synchronize()                # the plan owns what the kernel reads
+    """Launch once; see ``Plan``, which is the way to do it often."""
+    Plan(q, k, v, gate, out, counts, tiles, paths)(stream, pdl=pdl)
 
 
 def kernels() -> dict:
@@ -360,8 +360,8 @@ def kernels() -> dict:
     both = ((8, 0), (9, 0, "a"))
     found = {"gate_mul": (GATE_MUL, both, 40, 0)}
     for group in (6, 4, 2):                                         # 27B, 9B, the demo
-        found[f"attention_{group}"] = (attention_kernel(group, True), both, 255, 32)
-    found["attention_ungated"] = (attention_kernel(6, False), both, 255, 32)
+        found[f"attention_{group}"] = (attention_kernel(group, True), both, 255, 0)
+    found["attention_ungated"] = (attention_kernel(6, False), both, 255, 0)
     if not config.ENABLE_CUDASIM:
         from jev_kernels import hopper_attention
         found.update(hopper_attention.kernels())

@@ -32,13 +32,11 @@ Items: what a CTA (or a cluster of CL = 2, which multicasts the key tiles) takes
     Dealt out in a zigzag, in the order of tiles: longest first.
 
 Keys: a tile whose rows are contiguous is one TMA box; any other is gathered through the path with cp.async by the whole
-producer warpgroup. V's rows beyond the end of the query tile are zeros, by gathering: P is 0 there, and 0 x NaN would
-not be. K's need not be anything, because their scores are replaced. So no row outside the path is ever an operand that
-counts, whatever it holds.
+producer warpgroup. What a box brings from behind the end of the path is masked in S, whatever it is; in V it is set to
+zeros, because 0 x NaN would not be 0. So no row outside the path is ever an operand that counts.
 
 Rings, per slot of K and of V
-    full = "the tile is there": 32 arrivals for each producer warp, at once for a box (and the announced bytes), as
-           each thread's copies land for a gathered tile
+    full = "the tile is there": one arrival by the producer, and for a box the announced bytes
     free = "everybody has read it": one arrival per consumer warp of every CTA of the cluster
 """
 from __future__ import annotations
@@ -52,9 +50,10 @@ from numba.cuda.core import config
 
 from jev_kernels.launch import Kernel, View
 from jev_kernels.pool import TILES
-from jev_kernels.ptx import (ballot, cluster_sync, cp16, cp_arrive, cta_rank, evict_first, evict_last, fence_async, i32,
-                             ldg_i32, lds_i32, mbar_arrive_lane0, mbar_arrive_pair, mbar_expect, mbar_fence, mbar_init,
-                             mbar_wait, named_sync, pdl_launch, pdl_wait, pick, smem_addr, sts_u32, u64, uniform, void)
+from jev_kernels.ptx import (ballot, cluster_sync, cp16, cp_wait_all, cta_rank, evict_first, evict_last, fence_async,
+                             i32, ldg_i32, lds_i32, mbar_arrive, mbar_arrive_lane0, mbar_arrive_pair, mbar_expect,
+                             mbar_fence, mbar_init, mbar_wait, named_sync, pdl_launch, pdl_wait, pick, smem_addr,
+                             sts_u32, u64, uniform, void)
 
 if config.ENABLE_CUDASIM:
     from jev_kernels import hopper_attention_sim as hw
@@ -118,19 +117,19 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
             if rows > w * span:
                 mbar_expect(bar + w * 8, PACKED_BYTES if packed else WG_BYTES)
                 for c in range(SLABS):
-                    hw.load_3d(dst + w * WG_BYTES + c * (WG_ROWS * 128), source, c * 64, head, row + w * span, bar + w * 8, policy)
+                    hw.load_3d(dst + w * WG_BYTES + c * (WG_ROWS * 128), source, c * 64, head, row + w * span,
+                               bar + w * 8, policy)
             else:
-                hw.arrive_many(bar + w * 8, 1)
+                mbar_arrive(bar + w * 8)
 
     @inline
     def fetch_rows(map_whole, told):
         """The same rows, into L2."""
-        row, rows, head, packed = lds_i32(told), lds_i32(told + 4), lds_i32(told + 12), lds_i32(told + 16)
-        span = i32(PACK if packed else WG_ROWS)
+        row, head, packed = lds_i32(told), lds_i32(told + 12), lds_i32(told + 16)
+        source = map_whole + u64(MAP_BYTES if packed else 0)
         for w in range(GROUPS):
-            if rows > w * span:
-                for c in range(SLABS):
-                    hw.prefetch_3d(map_whole + u64(MAP_BYTES if packed else 0), c * 64, head, row + w * span)
+            for c in range(SLABS):
+                hw.prefetch_3d(source, c * 64, head, row + w * (PACK if packed else WG_ROWS))
 
     @inline
     def load_keys(dst, tensor, col, row, rank, bar, policy):
@@ -144,18 +143,26 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                 hw.tma_load(at, tensor, col + c * 64, row, bar, policy)
 
     @inline
-    def gather_keys(dst, source, stride, path, first, end, thread, bar):
-        """The same row by row: a warp a row, 16 bytes a lane, swizzled as TMA would; zeros from position end on."""
+    def gather_keys(dst, source, stride, path, first, end, thread):
+        """The same row by row, by the producer warpgroup: a warp a row, 16 bytes a lane, swizzled as TMA would.
+        Positions from ``end`` on repeat the row before. It is all there once the four warps have returned."""
         thread = hw.opaque(thread)                   # or 20 addresses are kept in registers all along
         lane, top = thread & 31, thread >> 5
         row = ldg_i32(path + u64(min(first + top + 4 * min(lane, BN // 4 - 1), end - 1) * 4))
-        left = i32(end - first - top)
         to = i32(dst + (lane >> 3) * SLAB + top * 128 + (((lane & 7) ^ top) << 4))
         other = to ^ 64                              # chunk 4 further: rows top + 4, top + 12, ..
         source += u64(lane * 16)
         for m in range(BN // 4):
-            cp16((other if m & 1 else to) + m * 512, source + u64(pick(row, m)) * u64(stride), 16 if 4 * m < left else 0)
-        cp_arrive(bar)
+            cp16((other if m & 1 else to) + m * 512, source + u64(pick(row, m)) * u64(stride), 16)
+        cp_wait_all()
+        fence_async()
+
+    @inline
+    def clear_rows(tile, first, thread):
+        """Zeros in rows first .. BN - 1 of a V tile, by a warpgroup, there for its wgmma."""
+        for c in range(thread, (BN - first) * 32, 128):
+            hw.clear16(tile + (c >> 3 & 3) * SLAB + (first + (c >> 5)) * 128 + (c & 7) * 16)
+        fence_async()
 
     @inline
     def free(bar, lane):
@@ -177,21 +184,21 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
         q_read = k_full + 80                         # Q may be overwritten by the gate
         g_full = k_full + 96
         q_free = k_full + 112                        # the output has left shared memory
-        item_s = k_full + 128                        # two slots of (first row, rows, position, head, packed, key tiles)
+        item_s = k_full + 128                        # two slots of (row, rows, position, head, packed, key tiles, end)
         tid = cuda.threadIdx.x
         lane = tid & 31
         warp = uniform(tid >> 5)
         rank = cta_rank() if CL > 1 else 0
         if tid == 0:
             for s in range(2):
-                mbar_init(k_full + s * 8, 128)
-                mbar_init(v_full + s * 8, 128)
+                mbar_init(k_full + s * 8, 1)
+                mbar_init(v_full + s * 8, 1)
                 mbar_init(k_free + s * 8, GROUPS * 4 * CL)
                 mbar_init(v_free + s * 8, GROUPS * 4 * CL)
                 mbar_init(q_full + s * 8, 1)
                 mbar_init(q_read + s * 8, 4)
                 mbar_init(g_full + s * 8, 1)
-                mbar_init(q_free + s * 8, 4)
+                mbar_init(q_free + s * 8, 1)
             mbar_fence()
         if CL > 1:
             cluster_sync()
@@ -257,6 +264,7 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                     sts_u32(told + 12, head)
                     sts_u32(told + 16, i32(packed))
                     sts_u32(told + 20, n)
+                    sts_u32(told + 24, end)
                 at_row = i32(0)
                 box = i32(0)
                 for i in range(n + 1):
@@ -273,31 +281,39 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                         box = i32((boxes >> (i & 31)) & 1)
                         if i == 0:
                             pdl_wait()
-                        mbar_wait(k_free + slot * 8, ((at >> 1) & 1) ^ 1)
                         if box:
                             if lead:
+                                mbar_wait(k_free + slot * 8, ((at >> 1) & 1) ^ 1)
                                 load_keys(k_s + slot * KEY_BYTES, maps + u64(K_MAP), k_col, at_row, rank,
                                           k_full + slot * 8, stay)
-                            if lane == 0:
-                                hw.arrive_many(k_full + slot * 8, 31 if lead else 32)
                         else:
+                            if warp == PRODUCER:
+                                mbar_wait(k_free + slot * 8, ((at >> 1) & 1) ^ 1)
+                            named_sync(3, 128)
                             gather_keys(k_s + slot * KEY_BYTES, k + u64(k_col * 2), k_stride, path, i32(i * BN), end,
-                                        thread, k_full + slot * 8)
+                                        thread)
+                            named_sync(3, 128)
+                            if lead:
+                                mbar_arrive(k_full + slot * 8)
                         if i == 0 and lead:
                             load_rows(q_s, maps + u64(Q_WHOLE), told, q_free, (turn & 1) ^ 1, q_full, leave)
                     if i > 0:
                         at = i32(base + i - 1)
                         slot = at & 1
-                        mbar_wait(v_free + slot * 8, ((at >> 1) & 1) ^ 1)
-                        if box_before and i * BN <= end:
+                        if box_before:
                             if lead:
+                                mbar_wait(v_free + slot * 8, ((at >> 1) & 1) ^ 1)
                                 load_keys(v_s + slot * KEY_BYTES, maps + u64(V_MAP), k_col, row_before, rank,
                                           v_full + slot * 8, stay)
-                            if lane == 0:
-                                hw.arrive_many(v_full + slot * 8, 31 if lead else 32)
                         else:
-                            gather_keys(v_s + slot * KEY_BYTES, v + u64(k_col * 2), v_stride, path, i32(i * BN - BN), end,
-                                        thread, v_full + slot * 8)
+                            if warp == PRODUCER:
+                                mbar_wait(v_free + slot * 8, ((at >> 1) & 1) ^ 1)
+                            named_sync(3, 128)
+                            gather_keys(v_s + slot * KEY_BYTES, v + u64(k_col * 2), v_stride, path, i32(i * BN - BN),
+                                        end, thread)
+                            named_sync(3, 128)
+                            if lead:
+                                mbar_arrive(v_full + slot * 8)
                         if gated and lead and i == 1:                     # not needed soon, but from L2 then
                             fetch_rows(maps + u64(GATE_WHOLE), told)
                 if gated and lead:                   # the gate takes the place of Q once that has been read
@@ -308,7 +324,7 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                 sts_u32(item_s + (turn & 1) * 32 + 4, -1)
                 for w in range(GROUPS):
                     mbar_wait(q_free + w * 8, (turn & 1) ^ 1)
-                    hw.arrive_many(q_full + w * 8, 1)
+                    mbar_arrive(q_full + w * 8)
         else:
             hw.consumer_registers()
             pdl_wait()                               # an earlier kernel may still read what `out` held
@@ -333,7 +349,6 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                     limit8 = i32(low - 2 * (lane & 3) + (((m + 8) * BY_G) >> 16 if packed else m + 8))
                     slot = base & 1
                     mbar_wait(k_full + slot * 8, (base >> 1) & 1)
-                    fence_async()
                     s = s_wait(qk(q_at, k_s + slot * KEY_BYTES))
                     free(k_free + slot * 8, lane)
                     if gated and n == 1:
@@ -348,10 +363,8 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                         slot = at & 1
                         before = slot ^ 1
                         mbar_wait(k_full + slot * 8, (at >> 1) & 1)
-                        fence_async()
                         s = qk(q_at, k_s + slot * KEY_BYTES)
                         mbar_wait(v_full + before * 8, ((at - 1) >> 1) & 1)
-                        fence_async()
                         o = pv(o, p, v_s + before * KEY_BYTES)
                         s = s_wait_but_one(s)
                         free(k_free + slot * 8, lane)
@@ -367,7 +380,10 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                     at = i32(base + n - 1)
                     slot = at & 1
                     mbar_wait(v_full + slot * 8, (at >> 1) & 1)
-                    fence_async()
+                    tail = i32(uniform(lds_i32(told + 24)) - (n - 1) * BN)
+                    if tail < BN:                                         # what lies behind is masked, but may be NaN
+                        clear_rows(v_s + slot * KEY_BYTES, tail, tid & 127)
+                        named_sync(wg + 1, 128)
                     o = pv(o, p, v_s + slot * KEY_BYTES)
                     if gated:
                         mbar_wait(g_full + wg * 8, turn & 1)
@@ -395,7 +411,6 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                             hw.copy_out(i32(r < rows), source + m * 128 + (((lane & 7) ^ (m & 7)) << 4),
                                      to + u64(row0 + r) * u64(out_stride) + u64((m - r * G if packed else 0) * (D * 2)))
                     fence_async()
-                    cuda.syncwarp()
                 for i in range(n, all_n):                                 # key tiles that only the others need
                     at = i32(base + i)
                     slot = at & 1
@@ -406,7 +421,9 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                 if gated and n == 0:                                      # no rows: only keep step
                     mbar_arrive_lane0(q_read + wg * 8, lane)
                     mbar_wait(g_full + wg * 8, turn & 1)
-                mbar_arrive_lane0(q_free + wg * 8, lane)
+                named_sync(wg + 1, 128)
+                if tid & 127 == 0:
+                    mbar_arrive(q_free + wg * 8)
                 base = i32(base + all_n)
                 turn = i32(turn + 1)
         if CL > 1:
@@ -422,7 +439,7 @@ def choose(rows: int, group: int) -> int:
 
 
 class HopperPlan:
-    """The kernel bound to its arrays (``attention.Operands``); see ``attention.Plan``. Owns its tensor maps.
+    """The kernel bound to its arrays (``attention.Operands``); see ``attention.Plan``.
 
     cluster: CTAs of a cluster, by default what is faster for that many rows. ctas: how many at most, by default one for
     each multiprocessor.
@@ -436,7 +453,7 @@ class HopperPlan:
             raise ValueError(f"q must have at most {WG_ROWS} heads for one of k, not {group}")
         cluster = cluster or choose(x.q.shape[0], group)
         if group % cluster:
-            raise ValueError(f"clusters of {cluster} need a multiple of {cluster} query heads for one of k, not {group}")
+            raise ValueError(f"clusters of {cluster} need a multiple of {cluster} q heads for one of k, not {group}")
         self.kernel = make_kernel(x.heads, x.kv_heads, cluster, x.gate is not None)
 
         def rows_map(v: View, heads: int, rows: int) -> bytes:
@@ -446,10 +463,11 @@ class HopperPlan:
             return hw.encode_map(v.address, (v.shape[1], v.shape[0]), (v.strides[0] * 2,), (64, BN // cluster))
 
         gate = x.gate or x.q
-        maps, self._maps = hw.place(b"".join((
+        maps = hw.place(b"".join((
             rows_map(x.q, 1, WG_ROWS), rows_map(x.q, group, WG_ROWS // group), keys_map(x.k), keys_map(x.v),
             rows_map(gate, 1, WG_ROWS), rows_map(gate, group, WG_ROWS // group))))
-        self.arguments = (maps, x.counts.address, x.tiles.address, x.paths.address, x.k.address, x.v.address, x.out.address,
+        self.arguments = (maps, x.counts.address, x.tiles.address, x.paths.address,
+                          x.k.address, x.v.address, x.out.address,
                           x.k.strides[0] * 2, x.v.strides[0] * 2, x.out.strides[0] * 2)
         ctas = ctas or cuda.get_current_device().MULTIPROCESSOR_COUNT
         items = x.tiles.shape[0] * (2 * x.heads // cluster)
@@ -463,5 +481,5 @@ def kernels() -> dict:
     """The kernels with their budgets: {name: (Kernel, compute capabilities, registers, spill bytes)}."""
     return {f"hopper_attention_{hq}_{hk}_{cl}{'' if gated else '_ungated'}": (
         make_kernel(hq, hk, cl, gated), ((9, 0, "a"),), 168, 0)
-        for hq, hk, cl, gated in ((24, 4, 1, True), (24, 4, 2, True), (16, 4, 1, True), (16, 4, 2, True), (2, 1, 1, True),
-                                  (24, 4, 1, False))}
+        for hq, hk, cl, gated in ((24, 4, 1, True), (24, 4, 2, True), (16, 4, 1, True), (16, 4, 2, True),
+                                  (2, 1, 1, True), (24, 4, 1, False))}

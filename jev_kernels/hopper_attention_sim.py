@@ -1,9 +1,9 @@
-"""``hopper_attention_steps`` in plain Python, for the CUDA simulator: TMA boxes, wgmma tiles and the softmax between them.
+"""``hopper_attention_steps`` in plain Python, for the CUDA simulator: TMA boxes, wgmma tiles, the softmax between them.
 
-Layouts are those of the hardware: boxes and key tiles lie in shared memory in the 128-byte swizzle, a tile in registers is
-an array of this thread's elements. A tile's product is taken at the wait that guarantees it, from what shared memory holds
-by then, so a slot that is overwritten too early shows. A box lands at once, which hides a missing wait. One block at a time:
-clusters are not simulated.
+Layouts are those of the hardware: boxes and key tiles lie in shared memory in the 128-byte swizzle, a tile in registers
+is an array of this thread's elements. A tile's product is taken at the wait that guarantees it, from what shared memory
+holds by then, so a slot that is overwritten too early shows. A box lands at once, which hides a missing wait. One block
+at a time: clusters are not simulated.
 """
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def prefetch_tensormap(at): pass
 def prefetch_3d(*_): pass
 def consumer_registers(): pass
 def producer_registers(): pass
-def arrive_many(barrier, n): _barrier(barrier).update(int(n), 0)
 def opaque(x): return x
+def clear16(at): _shared_bytes(at, 16)[:] = 0
 
 
 def first_true(x):
@@ -51,9 +51,12 @@ def encode_map(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
     return fields.tobytes()
 
 
-def place(data: bytes):
-    owner = np.frombuffer(data, np.uint8).copy()
-    return address(owner), owner
+_placed: list[np.ndarray] = []
+
+
+def place(maps: bytes) -> int:
+    _placed.append(np.frombuffer(maps, np.uint8).copy())
+    return address(_placed[-1])
 
 
 def _load_box(dst, source, starts, barrier):
@@ -70,7 +73,8 @@ def _load_box(dst, source, starts, barrier):
         if all(0 <= i < d for i, d in zip(index, dims[1:])):
             where = int(fields[0]) + 2 * int(starts[0]) + sum(i * int(s) for i, s in zip(index, strides))
             for chunk in range(8):
-                row[(chunk ^ at >> 7 & 7) * 16:][:16] = np.array(ldg_u32x4(where + 16 * chunk), np.uint32).view(np.uint8)
+                values = np.array(ldg_u32x4(where + 16 * chunk), np.uint32)
+                row[(chunk ^ at >> 7 & 7) * 16:][:16] = values.view(np.uint8)
         else:
             row[:] = 0
         at += 128
@@ -178,7 +182,7 @@ def make_steps(BN: int, scale_log2: float):
         values = bf16.from_float32(o[columns] * inverse[out_row[columns]])
         if gate is not None:
             values = bf16.from_float32(bf16.to_float32(values) * bf16.to_float32(gate))
-        for n in range(len(values) // 8):                        # stmatrix: four 8x8 matrices, their rows from 8 lanes each
+        for n in range(len(values) // 8):                        # stmatrix: four 8x8 matrices, rows from 8 lanes each
             pair = columns.start // 8 + n
             to = int(at) + (((pair % 4 * 2 | int(half)) ^ int(row7)) << 4) + pair // 4 * WG_ROWS * 128
 
@@ -203,5 +207,6 @@ def make_steps(BN: int, scale_log2: float):
         "inverses": lambda state: np.float32(1) / quad("row sum", state[2:4], np.add),
         "sigmoids": tuple(lambda at, row7, half, part=part: sigmoids(part, at, row7, half) for part in range(2)),
         "finish": lambda o, inverse, at, row7, half: store(o, inverse, at, row7, half, whole, None),
-        "gated_finish": tuple(lambda o, inverse, at, row7, half, gate, columns=c: store(o, inverse, at, row7, half, columns, gate)
-                              for c in halves)}
+        "gated_finish": tuple(
+            lambda o, inverse, at, row7, half, gate, columns=c: store(o, inverse, at, row7, half, columns, gate)
+            for c in halves)}

@@ -24,7 +24,7 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from jev_kernels import device
-from jev_kernels.launch import check
+from jev_kernels.launch import address, check
 from jev_kernels.ptx_device import (LL, f32, i32, prefetch_tensormap, ptx, tma_load, tma_multicast, u64,  # noqa: F401
                                     void)
 
@@ -37,7 +37,6 @@ F32, I32 = LL[f32], LL[i32]
 # Registers move between warpgroups: 168 x 384 threads at entry, then 224 x 256 + 56 x 128.
 consumer_registers = ptx("consumer_registers", void, (), "setmaxnreg.inc.sync.aligned.u32 224;", "")
 producer_registers = ptx("producer_registers", void, (), "setmaxnreg.dec.sync.aligned.u32 56;", "")
-arrive_many = ptx("arrive_many", void, (i32, i32), "mbarrier.arrive.shared::cta.b64 _, [$0], $1;", "r,r")
 #                              dst  map  col  head row  bar  policy
 load_3d = ptx("load_3d", void, (i32, u64, i32, i32, i32, i32, u64),
               "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -54,12 +53,13 @@ running_sum = ptx("running_sum", i32, (i32,),        # over the lanes up to this
 copy_out = ptx("copy_out", void, (i32, i32, u64),    # (whether, from, to): 16 bytes, shared to device memory
                "{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.s32 p, $0, 0; @p ld.shared.v4.b32 {a, b, c, d}, [$1];"
                " @p st.global.v4.b32 [$2], {a, b, c, d}; }", "r,r,l")
+clear16 = ptx("clear16", void, (i32,), "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }", "r")
 opaque = ptx("opaque", i32, (i32,), "mov.b32 $0, $1;", "=r,r")        # a value that the compiler cannot know
 
 
 def encode_map(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
-    """The 128 bytes of a TMA descriptor of a BF16 array: dims from the fastest, strides in bytes of all but that one, 128B
-    swizzle. What lies outside reads as zeros. ctypes, because the driver demands a 64-byte aligned output buffer."""
+    """The 128 bytes of a TMA descriptor of a BF16 array: dims from the fastest, strides in bytes of all but that one,
+    128B swizzle. What lies outside reads as zeros. ctypes, as the driver demands a 64-byte aligned output buffer."""
     raw = ctypes.create_string_buffer(192)
     at = (ctypes.addressof(raw) + 63) & ~63
     wide, narrow, n = ctypes.c_uint64, ctypes.c_uint32, len(dims)
@@ -72,13 +72,22 @@ def encode_map(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
     return ctypes.string_at(at, 128)
 
 
-def place(data: bytes):
-    """Device memory with these bytes: (address, what owns it)."""
-    from cuda.bindings import driver
-    owner = device.Arena(len(data), "tensor maps")
-    raw = np.frombuffer(data, np.uint8)
-    check(driver.cuMemcpyHtoD(owner.pointer, raw.ctypes.data, len(data)))
-    return owner.pointer, owner
+_placed: dict[bytes, int] = {}        # tensor maps, one behind the other: where they are in device memory
+_arenas: list[device.Arena] = []
+
+
+def place(maps: bytes) -> int:
+    """Device address of some tensor maps. They are written once and stay for good: graphs hold on to addresses, and a
+    map that took the place of another might be served from the GPU's cache of descriptors as the old one."""
+    if maps not in _placed:
+        if not _arenas or _arenas[-1].used + device.padded(len(maps)) > _arenas[-1].nbytes:
+            _arenas.append(device.Arena(1 << 16, "tensor maps"))
+        target, raw = _arenas[-1].take(len(maps), np.uint8), np.frombuffer(maps, np.uint8)
+        from cuda.bindings import driver
+        check(driver.cuMemcpyHtoD(address(target), raw.ctypes.data, raw.nbytes))
+        check(driver.cuStreamSynchronize(0))         # the copy is in order with the default stream only
+        _placed[maps] = address(target)
+    return _placed[maps]
 
 
 # ---------------------------------------------------------------- register tiles
@@ -263,8 +272,8 @@ def make_steps(BN: int, scale_log2: float):
 
     @intrinsic
     def pack(typingctx, s):
-        """P in wgmma's A layout. Volatile: while the wgmma that reads the old P runs, nothing may define the new one, or
-        ptxas serialises every wgmma (warning C7513)."""
+        """P in wgmma's A layout. Volatile: while the wgmma that reads the old P runs, nothing may define the new one,
+        or ptxas serialises every wgmma (warning C7513)."""
         def codegen(context, b, sig, args):
             p = _unpack(b, args[0])
             return context.make_tuple(b, P, [_pack(b, p[2 * i], p[2 * i + 1], True) for i in range(NP)])
@@ -315,8 +324,7 @@ def make_steps(BN: int, scale_log2: float):
         """O times the inverses, rounded, times the gate, rounded, into a swizzled tile."""
         o, inverse = _unpack(b, o), _unpack(b, inverse)
         for n, pair in enumerate(pairs):
-            v = [_pack(b, b.fmul(o[8 * pair + i], inverse[i // 2 % 2]), b.fmul(o[8 * pair + i + 1], inverse[i // 2 % 2]))
-                 for i in (0, 2, 4, 6)]
+            v = [_pack(b, *(b.fmul(o[8 * pair + i + e], inverse[i // 2 % 2]) for e in range(2))) for i in (0, 2, 4, 6)]
             if gate is not None:
                 v = [_asm(b, I32, "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, b.extract_value(gate, 4 * n + i)])
                      for i, x in enumerate(v)]
@@ -340,8 +348,8 @@ def make_steps(BN: int, scale_log2: float):
             return void(O, I2, i32, i32, i32, G), codegen
         return gated_finish
 
-    return {"zero": zero, "first_state": first_state, "qk": qk, "pv": pv, "mask": mask, "softmax": softmax, "pack": pack,
-            "rescale": rescale, "inverses": inverses, "finish": finish,
+    return {"zero": zero, "first_state": first_state, "qk": qk, "pv": pv, "mask": mask, "softmax": softmax,
+            "pack": pack, "rescale": rescale, "inverses": inverses, "finish": finish,
             "sigmoids": (sigmoids_of(0), sigmoids_of(1)), "gated_finish": (gated_finish_of(0), gated_finish_of(1)),
             "s_wait": waiter(S, NS, 0), "s_wait_but_one": waiter(S, NS, 1), "o_wait": waiter(O, NO, 0, P, S),
             "o_wait_last": waiter(O, NO, 0, P), "o_wait_gated": waiter(O, NO, 0, P, G)}

@@ -3,9 +3,9 @@
     python tools/bench_attention.py --model 27b --json attention.json
 
 Single sequences first: our kernels with the gate, PyTorch's without one. Then trees (a choice of many options, several
-requests at once), each against a plain forward over one sequence of as many rows. us per launch: the median of replays of
-a CUDA graph of 20 launches, contenders in turns, because from about 2000 rows on the power limit decides and what ran just
-before matters. ``pdl``: the same chain under programmatic dependent launch.
+requests at once), each against a plain forward over one sequence of as many rows. us per launch: the median of replays
+of a CUDA graph of 20 launches, contenders in turns, because from about 2000 rows on the power limit decides and what
+ran just before matters. ``pdl``: the same chain under programmatic dependent launch.
 """
 from __future__ import annotations
 

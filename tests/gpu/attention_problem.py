@@ -6,6 +6,7 @@ import torch
 
 from jev.row_pool import RowPool, build
 from jev_kernels import attention
+from jev_kernels.hopper_attention import HopperPlan
 from jev_kernels.pool import COUNTS, PADDING, ROWS, TILES
 
 D = attention.D
@@ -34,13 +35,13 @@ def tokens(*lengths: int, shared: int = 0, seed: int = 0) -> list[np.ndarray]:
 
 
 class Problem:
-    """q | gate | k | v of random rows in one buffer; rows behind the live ones are NaN, and so is the output.
+    """q | gate | k | v of a pool in one buffer; rows behind the live ones are NaN, and so is the output.
 
-    order: a permutation of the pool's rows would break its layout, so operands are made per sequence position instead:
-    ``content`` [n_rows, width] gives every row, random when None.
+    content [n_rows, width] bfloat16; random when None, q, k and gate with a deviation of ``scale``.
     """
 
-    def __init__(self, sequences=None, pool: RowPool | None = None, heads=24, kv_heads=4, seed=0, scale=2.0, content=None):
+    def __init__(self, sequences=None, pool: RowPool | None = None, heads=24, kv_heads=4, seed=0, scale=2.0,
+                 content=None):
         self.pool = pool or build(sequences)
         self.rows, self.heads, self.kv_heads = self.pool.n_rows, heads, kv_heads
         self.wide, self.narrow = heads * D, kv_heads * D
@@ -67,15 +68,14 @@ class Problem:
 
     def operands(self, gated=True, out=None):
         q, gate, k, v = (U16(self.part(name).view(torch.int16)) for name in ("q", "gate", "k", "v"))
-        return attention.check_operands(q, k, v, gate if gated else None, U16(self.out if out is None else out), self.counts,
-                                        self.tiles, self.paths)
+        return attention.check_operands(q, k, v, gate if gated else None, U16(self.out if out is None else out),
+                                        self.counts, self.tiles, self.paths)
 
     def plan(self, kind: str, gated=True, out=None):
         """kind: portable, hopper (as chosen), hopper1 or hopper2 (clusters of that many)."""
         operands = self.operands(gated, out)
         if kind == "portable":
             return attention.PortablePlan(operands)
-        from jev_kernels.hopper_attention import HopperPlan
         return HopperPlan(operands, cluster=int(kind[6:]) if kind[6:] else None)
 
     def run(self, kind: str, gated=True, pdl=False):
@@ -108,3 +108,14 @@ class Problem:
 def relative_error(got, want) -> float:
     """||got - want|| / ||want||; got int16 as the kernels leave it."""
     return ((got.view(torch.bfloat16).double() - want).norm() / want.norm()).item()
+
+
+def one_pass(kind: str) -> None:
+    """A small tree, once, gated and in two steps, for compute-sanitizer."""
+    problem = Problem(tokens(3, 64, 1, shared=130), heads=6, kv_heads=1)
+    assert relative_error(problem.run(kind), problem.expected()) <= 3e-3
+    plain = problem.run(kind, gated=False)
+    gate = U16(problem.part("gate")[:problem.rows].view(torch.int16))
+    attention.gate_mul(stream(), U16(plain), gate, U16(plain), problem.counts)
+    assert torch.equal(plain, problem.run(kind))
+    print("one pass: ok")

@@ -1,14 +1,18 @@
 """Gated attention on a GPU: float64, bits that depend on a row's prefix only, the gate, graphs under PDL."""
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from numba.cuda.core import config
 
 torch = pytest.importorskip("torch")
 
 from jev.row_pool import build                                                             # noqa: E402
 from jev_kernels import attention, device                                                  # noqa: E402
-from jev_kernels.pool import COUNTS, ROWS                                                  # noqa: E402
 from tests.gpu.attention_problem import D, POISON, U16, Problem, relative_error, stream, tokens   # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -22,14 +26,10 @@ TREES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gpu():
-    return device.find_device()
-
-
 def kinds():
+    """The kernels that this device runs."""
     try:
-        hopper = device.find_device().hopper
+        hopper = not config.ENABLE_CUDASIM and device.find_device().hopper
     except device.NoDevice:
         hopper = False
     return ("portable", "hopper1", "hopper2") if hopper else ("portable",)
@@ -38,38 +38,32 @@ def kinds():
 KINDS = pytest.mark.parametrize("kind", kinds())
 
 
-def two_steps(problem, kind):
-    """The ungated kernel, then the gate on its own."""
-    plain = problem.run(kind, gated=False)
+def check(problem, kind, limit=2.5e-3):
+    """Close to float64, and the fused gate is the gate on its own. Two roundings of the result alone make 2.3e-3."""
+    got, plain = problem.run(kind), problem.run(kind, gated=False)
+    assert relative_error(plain, problem.expected(gated=False)) <= limit
+    assert relative_error(got, problem.expected()) <= limit + 2e-4
     padded = torch.nn.functional.pad(plain, (0, 0, 0, 3), value=POISON)
     attention.gate_mul(stream(), U16(padded), U16(problem.part("gate").view(torch.int16)), U16(padded), problem.counts)
     torch.cuda.synchronize()
-    assert (padded[problem.rows:] == POISON).all()
-    return padded[:problem.rows]
+    assert torch.equal(padded[:problem.rows], got) and (padded[problem.rows:] == POISON).all()
+    return got
 
 
 @KINDS
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(kind, size):
-    problem = Problem(tokens(size), seed=size)
-    got = problem.run(kind)
-    assert relative_error(got, problem.expected()) <= 2.5e-3
-    assert torch.equal(two_steps(problem, kind), got)
+    check(Problem(tokens(size), seed=size), kind)
 
 
 @KINDS
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("heads", [(24, 4), (16, 4), (2, 1), (6, 1)], ids=str)
 def test_trees(kind, tree, heads):
-    if kind == "hopper2" and heads[0] // heads[1] % 2:
-        pytest.skip("an odd group")
     problem = Problem(TREES[tree](), heads=heads[0], kv_heads=heads[1], seed=5)
-    got = problem.run(kind)
-    assert relative_error(got, problem.expected()) <= 2.5e-3
-    assert torch.equal(two_steps(problem, kind), got)
-    for row_kind in kinds():                                        # the two Hopper kernels: the same bits
-        if row_kind[:6] == kind[:6] != "portab" and (row_kind != "hopper2" or heads[0] // heads[1] % 2 == 0):
-            assert torch.equal(problem.run(row_kind), got)
+    got = check(problem, kind)
+    if kind == "hopper2":
+        assert torch.equal(problem.run("hopper1"), got)
 
 
 @KINDS
@@ -77,17 +71,14 @@ def test_extremes(kind):
     """Amplitudes far apart, huge and tiny scores, gates that are shut or wide open."""
     rng = np.random.default_rng(3)
     problem = Problem(tokens(200, 45, shared=90), seed=3)
-    rows, width = problem.rows, problem.buffer.shape[1]
+    rows = problem.rows
     scale = torch.from_numpy(10.0 ** rng.uniform(-3, 1.2, (rows, 1))).cuda()
     problem.buffer[:rows] *= scale.to(torch.bfloat16)
     gate = problem.part("gate")[:rows]
     gate[::3] = -200.0
     gate[1::3] = 200.0
-    assert width == 2 * problem.wide + 2 * problem.narrow
-    got, want = problem.run(kind), problem.expected()
+    got = check(problem, kind, limit=3e-3)                          # where one key decides, P's rounding shows
     assert torch.isfinite(got.view(torch.bfloat16)).all()
-    assert relative_error(got, want) <= 3e-3                        # P is rounded, and here few keys decide
-    assert torch.equal(two_steps(problem, kind), got)
 
 
 @KINDS
@@ -95,7 +86,7 @@ def test_company_changes_nothing(kind):
     """Sequences alone, in random groups and all together: every row the same bits."""
     rng = np.random.default_rng(7)
     prefix = rng.integers(0, 9, 260)
-    sequences = [np.concatenate([prefix[:rng.integers(0, 261)], rng.integers(0, 9, rng.integers(1, 190))]).astype(np.int32)
+    sequences = [np.r_[prefix[:rng.integers(0, 261)], rng.integers(0, 9, rng.integers(1, 190))].astype(np.int32)
                  for _ in range(24)]
     table = torch.randn(2**15, 2 * 24 * D + 2 * 4 * D, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     table = (2 * table).bfloat16()
@@ -128,9 +119,9 @@ def test_graph_under_pdl(kind):
     """A chain gate -> attention -> gate over buffers that begin as NaN, replayed: what is read was written before."""
     problem = Problem(tokens(300, 77, 5, shared=120), seed=9)
     want = problem.run(kind)
-    fresh = problem.buffer[:, :].clone()
+    fresh = problem.buffer.clone()
     plan = problem.plan(kind)
-    ones = torch.full((problem.buffer.shape[0], problem.buffer.shape[1]), 200.0, device="cuda", dtype=torch.bfloat16)
+    ones = torch.full_like(fresh, 200.0)
     args = [U16(x.view(torch.int16)) for x in (fresh, ones, problem.buffer)]
     final = torch.empty_like(problem.out)
     open_gate = U16(ones[:, :problem.wide].view(torch.int16))
@@ -155,17 +146,26 @@ def test_graph_under_pdl(kind):
         assert torch.equal(final[:problem.rows], want)
 
 
-def test_arguments():
-    problem = Problem(tokens(5), heads=2, kv_heads=1)
-    q, gate, k, v = (U16(problem.part(n).view(torch.int16)) for n in ("q", "gate", "k", "v"))
-    good = dict(q=q, k=k, v=v, gate=gate, out=U16(problem.out), counts=problem.counts, tiles=problem.tiles, paths=problem.paths)
-    attention.Plan(**good)
-    shifted = U16(problem.buffer[:, 4:4 + problem.wide].view(torch.int16))
-    for name, value in (("q", shifted), ("q", U16(problem.buffer[:, :300].view(torch.int16))), ("k", q), ("v", q),
-                        ("gate", k), ("out", k), ("counts", problem.tiles), ("tiles", problem.paths), ("paths", problem.tiles),
-                        ("counts", problem.counts.float())):
-        if name == "k":
-            value = U16(problem.buffer[:, :3 * D].view(torch.int16))
-        with pytest.raises(ValueError, match=name):
-            attention.Plan(**dict(good, **{name: value}))
-    assert problem.counts.shape[0] == COUNTS and int(problem.counts[ROWS]) == problem.rows
+@KINDS
+def test_repeats(kind):
+    """Hundreds of launches back to back, of the shapes in which warps wait most unevenly."""
+    for sequences in (tokens(139), tokens(2334), tokens(*[10] * 100, shared=1500)):
+        problem = Problem(sequences)
+        want, plan = problem.run(kind), problem.plan(kind)
+        for _ in range(200):
+            plan(stream())
+        torch.cuda.synchronize()
+        assert torch.equal(problem.out[:problem.rows], want)
+
+
+@KINDS
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool, kind):
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("needs compute-sanitizer")
+    code = f"from tests.gpu.attention_problem import one_pass; one_pass({kind!r})"
+    done = subprocess.run(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
+                          capture_output=True, text=True, timeout=250)
+    if "not supported" in done.stdout:
+        pytest.skip("compute-sanitizer cannot use this device")
+    assert done.returncode == 0 and "one pass: ok" in done.stdout, (done.stdout + done.stderr)[-3000:]
