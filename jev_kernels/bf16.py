@@ -12,6 +12,7 @@ import numpy as np
 from jev_kernels import ptx
 from jev_kernels.ptx import i64, u16, u32, u64
 
+_BLOCK = 1 << 14       # numbers that are rounded at a time: inputs and outputs fit a core's cache
 NAN = 0x7FFF           # PTX's canonical BF16 NaN: quiet, positive
 
 
@@ -55,8 +56,28 @@ def from_float64(x) -> np.ndarray:
 
 
 def round_float64(x) -> np.ndarray:
-    """float64 [...] rounded once to BF16, the values as float64 [...]."""
-    return to_float32(from_float64(x)).astype(np.float64)
+    """float64 [...] rounded once to BF16, the values as float64 [...]: ``to_float32(from_float64(x))``, but quicker.
+
+    A normal number is rounded in its own 64 bits, where 45 of the 52 fraction bits go. Blocks stay in cache. Numbers
+    whose BF16 is subnormal, infinite or NaN take the long way.
+    """
+    x = np.asarray(x, dtype=np.float64)
+    out = np.empty(x.shape)
+    flat, rounded = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
+    odd = np.empty(min(flat.size, _BLOCK), np.uint64)
+    for at in range(0, flat.size, _BLOCK):
+        part = flat[at:at + _BLOCK]
+        bits, target, o = part.view(np.uint64), rounded[at:at + _BLOCK].view(np.uint64), odd[:part.size]
+        np.right_shift(bits, np.uint64(45), out=o)
+        np.bitwise_and(o, np.uint64(1), out=o)
+        np.add(bits, o, out=target)
+        np.add(target, np.uint64((1 << 44) - 1), out=target)
+        np.bitwise_and(target, np.uint64(0xFFFFFFFFFFFFFFFF ^ ((1 << 45) - 1)), out=target)
+        size = np.abs(part)
+        special = ~((size >= 2.0 ** -126) & (np.abs(rounded[at:at + _BLOCK]) < 2.0 ** 128)) & (size != 0)
+        if special.any():
+            rounded[at:at + _BLOCK][special] = to_float32(from_float64(part[special]))
+    return out
 
 
 def pack_pairs(x) -> np.ndarray:

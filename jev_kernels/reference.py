@@ -110,14 +110,19 @@ def gdn_conv(x: np.ndarray, parents: np.ndarray, weight: np.ndarray, r=exact) ->
 
     x [T, C]; weight [C, taps], the last tap is the row itself; zero before a sequence's start.
     """
-    padded = np.concatenate([x, np.zeros((1, x.shape[1]), x.dtype)])            # row -1 is the zero row
+    taps = weight.shape[1]
     up = np.append(parents, -1)
-    row = np.arange(len(x))
-    total = np.zeros_like(x)
-    for tap in range(weight.shape[1] - 1, -1, -1):
-        total += padded[row] * weight[:, tap]
-        row = up[row]
-    return r(silu(r(total)))
+    rows = [np.arange(len(x))]                  # of each row and of the rows above it, -1 before a sequence's start
+    for _ in range(taps - 1):
+        rows.append(up[rows[-1]])
+    out = np.empty(x.shape)
+    for part in np.array_split(np.arange(len(x)), -(-len(x) // 128)):          # some rows at a time stay in the cache
+        total = np.zeros((len(part), x.shape[1]))
+        for back in range(taps):
+            at = rows[back][part]
+            total += np.where(at[:, None] < 0, 0.0, x[at]) * weight[:, taps - 1 - back]
+        out[part] = r(silu(r(total)))
+    return out
 
 
 def gdn_gates(b, a, a_log, dt_bias, r=exact) -> tuple[np.ndarray, np.ndarray]:

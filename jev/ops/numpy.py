@@ -11,6 +11,16 @@ from jev_kernels import bf16, reference
 # BLAS may order its sums differently for different numbers of rows, so every product here takes this many (the last
 # block is filled up with zeros): a row's bits then do not depend on how many others there are.
 ROW_BLOCK = 32
+# Rows that row-wise operations take at a time: their temporaries then stay in the cache.
+ROWS_AT_ONCE = 128
+
+
+def by_rows(function, *arrays):
+    """function(*arrays) of row-wise arithmetic, computed some rows at a time; a tuple of arrays where it gives one."""
+    parts = [function(*(a[at:at + ROWS_AT_ONCE] for a in arrays)) for at in range(0, len(arrays[0]), ROWS_AT_ONCE)]
+    if isinstance(parts[0], tuple):
+        return tuple(np.concatenate(column) for column in zip(*parts))
+    return np.concatenate(parts)
 
 
 def widened(x: np.ndarray) -> np.ndarray:
@@ -66,20 +76,23 @@ class NumpyOps:
         return self.weight(reference.embed(table, pool.ids))
 
     def rms_norm(self, x, weight):
-        return reference.rms_norm(x, self.weight(weight), self.config.rms_norm_eps, self.r)
+        weight = self.weight(weight)
+        return by_rows(lambda x: reference.rms_norm(x, weight, self.config.rms_norm_eps, self.r), x)
 
     def add_rms_norm(self, residual, delta, weight):
-        return reference.add_rms_norm(residual, delta, self.weight(weight), self.config.rms_norm_eps, self.r)
+        weight, eps = self.weight(weight), self.config.rms_norm_eps
+        return by_rows(lambda x, y: reference.add_rms_norm(x, y, weight, eps, self.r), residual, delta)
 
     def linear(self, x, weight):
         weight = self.weight(weight)
-        rows = -(-len(x) // ROW_BLOCK) * ROW_BLOCK
-        blocks = np.zeros((rows, x.shape[1]))
-        blocks[:len(x)] = x
-        y = np.empty((rows, len(weight)))
-        for at in range(0, rows, ROW_BLOCK):
-            np.matmul(blocks[at:at + ROW_BLOCK], weight.T, out=y[at:at + ROW_BLOCK])
-        return self.r(y[:len(x)])
+        y = np.empty((len(x), len(weight)))
+        for at in range(0, len(x), ROW_BLOCK):
+            block = x[at:at + ROW_BLOCK]
+            n = len(block)
+            if n < ROW_BLOCK:
+                block = np.concatenate([block, np.zeros((ROW_BLOCK - n, x.shape[1]))])
+            y[at:at + n] = self.r(block @ weight.T)[:n]
+        return y
 
     def gdn_conv_gates(self, projected, conv, a_log, dt_bias, pool: RowPool):
         qkv, b, a = (projected[:, self.gdn[name]] for name in ("qkv", "b", "a"))
@@ -97,7 +110,8 @@ class NumpyOps:
     def gated_rms_norm(self, o, projected, weight):
         heads = (len(o), self.config.linear_num_value_heads, self.config.linear_value_head_dim)
         z = projected[:, self.gdn["z"]].reshape(heads)
-        out = reference.gated_rms_norm(o.reshape(heads), z, self.weight(weight), self.config.rms_norm_eps, self.r)
+        weight, eps = self.weight(weight), self.config.rms_norm_eps
+        out = by_rows(lambda o, z: reference.gated_rms_norm(o, z, weight, eps, self.r), o.reshape(heads), z)
         return out.reshape(len(o), self.config.value_dim)
 
     def qk_rope(self, projected, q_norm, k_norm, pool: RowPool):
@@ -120,7 +134,7 @@ class NumpyOps:
         return x.reshape(len(x), -1, self.config.head_dim)
 
     def silu_mul(self, gate_up):
-        return reference.silu_mul(gate_up, self.r)
+        return by_rows(lambda x: reference.silu_mul(x, self.r), gate_up)
 
     def gather_rows(self, x, pool: RowPool):
         return reference.gather_rows(x, pool.last_rows)
