@@ -1,4 +1,4 @@
-"""The backbone on a GPU: weights in one arena, one captured graph per row bucket, one upload and one download a forward.
+"""The backbone on a GPU: weights in one arena, a captured graph per row bucket, one upload and one download a forward.
 
 A forward pass is: build the row pool, pack its metadata into pinned memory, copy it to the device, replay the graph of
 the smallest bucket that holds the pool, copy the last rows back, wait (without the GIL). With ``graph=False`` the same
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from jev.checkpoint import Export, ModelConfig
 from jev.ops.buckets import Bucket, choose, row_counts
 from jev.ops.cuda import Buffers, CudaOps, CudaWeights
 from jev.row_pool import RowPool
+from jev_kernels import device
 from jev_kernels import graph as graphs
-from jev_kernels.device import Device, DeviceError, Stream, peak_memory, pinned, to_device, to_host
+from jev_kernels.device import Device
 from jev_kernels.gemm import Gemm
 
 MAX_ROWS = 8192             # rows of a forward, unless one prompt may be longer
@@ -35,24 +37,36 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jev"
 
 
+@contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Whatever goes wrong with the GPU inside the block as a BackendError that begins with ``what``."""
+    try:
+        yield
+    except (BackendError, ValueError):        # said already; wrong arguments
+        raise
+    except Exception as e:                    # of the driver, Numba or cuBLASLt, which have no class in common
+        kind = "" if isinstance(e, RuntimeError) else f"{type(e).__name__}: "
+        raise BackendError(f"{what}: {kind}{e}") from e
+
+
 class CudaBackbone:
-    """``Backbone`` on one GPU. Raises BackendError where a DeviceError says that it does not fit or does not run.
+    """``Backbone`` on one GPU. Raises BackendError when the model does not fit or does not run.
 
     load(specs) -> CudaWeights: where the weights come from; the default streams them from ``export``.
     """
     name = "cuda"
 
-    def __init__(self, export: Export, device: Device, max_length: int | None = None, graph: bool = True, log=print):
+    def __init__(self, export: Export, gpu: Device, max_length: int | None = None, graph: bool = True, log=print):
         length = max_length or export.manifest.max_length
 
         def load(specs):
             total = sum(2 * int(np.prod(s.shape)) for s in specs)
             with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None) as bar:
                 return CudaWeights.from_tensors(specs, export.tensors, bar.update)
-        self._open(export.config, device, load, length, graph, log)
+        self._open(export.config, gpu, load, length, graph, log)
 
     @classmethod
-    def with_weights(cls, config: ModelConfig, device: Device, load, max_length: int = 4096, graph: bool = True,
+    def with_weights(cls, config: ModelConfig, gpu: Device, load, max_length: int = 4096, graph: bool = True,
                      log=print, ready_rows: int = READY_ROWS, tune: bool = True) -> CudaBackbone:
         """A backbone whose weights ``load(specs)`` provides: synthetic ones, for benchmarks and tests.
 
@@ -60,11 +74,11 @@ class CudaBackbone:
         gives the right bits is taken.
         """
         self = cls.__new__(cls)
-        self._open(config, device, load, max_length, graph, log, ready_rows, tune)
+        self._open(config, gpu, load, max_length, graph, log, ready_rows, tune)
         return self
 
-    def _open(self, config, device, load, max_length, graph, log, ready_rows=READY_ROWS, tune=True):
-        self.config, self.device, self.log, self.ready_rows = config, device, log, ready_rows
+    def _open(self, config, gpu, load, max_length, graph, log, ready_rows=READY_ROWS, tune=True):
+        self.config, self.device, self.log, self.ready_rows, self.max_length = config, gpu, log, ready_rows, max_length
         started = time.perf_counter()
         self.buckets = [Bucket(rows, wide) for wide in (False, True)
                         for rows in row_counts(max(MAX_ROWS, max_length))]
@@ -72,21 +86,19 @@ class CudaBackbone:
         self.use_graphs = graph
         self._graphs: dict[Bucket, graphs.Graph] = {}
         self._ops: dict[Bucket, CudaOps] = {}
-        try:
-            self.gemm = Gemm(device, cache_folder() / "gemm.json", tune)
+        with reported("the model cannot be opened on the GPU"):
+            self.gemm = Gemm(gpu, cache_folder() / "gemm.json", tune)
             self.weights = load(weights.specs(config))
             self.model = weights.assemble(self.weights.held, config)
             self.buffers = Buffers(config, self.buckets, max_length)
-            self.stream = Stream()
-            self.host_metadata = pinned(max(b.size for b in self.buckets), np.int32)
-            self.host_hidden = pinned((max(b.lasts for b in self.buckets), config.hidden_size), np.uint16)
+            self.stream = device.Stream()
+            self.host_metadata = device.pinned(max(b.size for b in self.buckets), np.int32)
+            self.host_hidden = device.pinned((max(b.lasts for b in self.buckets), config.hidden_size), np.uint16)
             loaded = time.perf_counter()
             log(f"weights on the GPU in {loaded - started:.1f} s; preparing kernels")
             self._prepare()
-        except (DeviceError, RuntimeError) as e:
-            raise BackendError(f"the model cannot be opened on the GPU: {e}") from e
         log(f"ready in {time.perf_counter() - started:.1f} s, {len(self._graphs)} graphs, "
-            f"{peak_memory() / 1e9:.1f} GB of GPU memory")
+            f"{device.peak_memory() / 1e9:.1f} GB of GPU memory")
 
     def _prepare(self) -> None:
         """Compile and run everything once, then capture the buckets that ordinary requests need."""
@@ -121,8 +133,8 @@ class CudaBackbone:
     def graph(self, bucket: Bucket) -> graphs.Graph | None:
         """The captured forward of a bucket; None where the driver refuses, and then it is launched eagerly.
 
-        The metadata on the device must be laid out for the bucket: before a capture the kernels are launched once, since
-        binding them compiles, allocates and times GEMMs, which a capture does not allow.
+        The metadata on the device must be laid out for the bucket: before a capture the kernels are launched once,
+        since binding them compiles, allocates and times GEMMs, which a capture does not allow.
         """
         if bucket not in self._graphs:
             ops = self.ops(bucket)
@@ -138,21 +150,20 @@ class CudaBackbone:
     def upload(self, bucket: Bucket, pool: RowPool, last_rows: np.ndarray) -> None:
         """Put the pool's metadata on the device, laid out for ``bucket``; last_rows: its distinct last rows."""
         used = bucket.pack(pool, last_rows, self.host_metadata)
-        to_device(self.buffers.metadata, self.host_metadata[:used], self.stream)
+        device.to_device(self.buffers.metadata, self.host_metadata[:used], self.stream)
 
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
         """BF16 (uint16) [n, hidden] of each sequence's last token, and the rows that were computed."""
-        cuda.current_context()                # the calling thread may be new to CUDA
-        try:
+        with reported("the forward pass failed on the GPU"):
+            cuda.current_context()            # the calling thread may be new to CUDA
             return self._hidden(list(sequences))
-        except (DeviceError, RuntimeError) as e:
-            raise BackendError(f"the forward pass failed on the GPU: {e}") from e
 
     def _hidden(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
         pool = row_pool.build(sequences)
         bucket = choose(pool, self.buckets)
         if bucket is None:
             return self._in_parts(sequences)
+        self._check(pool)
         last_rows, where = np.unique(pool.last_rows, return_inverse=True)
         self.upload(bucket, pool, last_rows)
         graph = self.graph(bucket) if self.use_graphs else None
@@ -161,7 +172,7 @@ class CudaBackbone:
         else:
             self._launch(bucket)
         out = self.host_hidden[:len(last_rows)]
-        to_host(out, self.ops(bucket).hidden, self.stream)
+        device.to_host(out, self.ops(bucket).hidden, self.stream)
         self.stream.synchronize()
         return out[where], pool.n_rows
 
@@ -171,9 +182,17 @@ class CudaBackbone:
         bucket = choose(pool, self.buckets)
         if bucket is None:
             raise BackendError(f"{pool.n_rows} rows in {len(pool.branches)} branches do not fit in one forward pass")
+        self._check(pool)
         pool = replace(pool, last_rows=np.unique(pool.last_rows))
         self.upload(bucket, pool, pool.last_rows)
         return self.ops(bucket), self.model, pool
+
+    def _check(self, pool: RowPool) -> None:
+        """BackendError for indices past the end of a table: kernels trust them."""
+        if pool.positions.max() >= self.max_length:
+            raise BackendError(f"a sequence of {pool.positions.max() + 1} tokens is longer than {self.max_length}")
+        if pool.ids.max() >= self.config.vocab_size:
+            raise BackendError(f"token {pool.ids.max()} is not in the vocabulary of {self.config.vocab_size}")
 
     def _in_parts(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
         """Two forwards where one would not hold everything, halved in sorted order so that prefixes stay together."""
@@ -188,7 +207,11 @@ class CudaBackbone:
 
     def close(self) -> None:
         """Wait for the GPU and free its memory."""
-        self.stream.synchronize()
+        cuda.current_context()
+        try:
+            self.stream.synchronize()
+        except RuntimeError:                  # a kernel failed: the context is lost, and its memory goes with the process
+            return
         for graph in self._graphs.values():
             if graph is not None:
                 graph.destroy()

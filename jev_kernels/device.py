@@ -240,6 +240,12 @@ class Arena:
 
 
 # ---------------------------------------------------------------- streams and events
+def synchronize() -> None:
+    """Wait until the device has nothing left to do, in any stream of this program. RuntimeError if a kernel failed."""
+    from cuda.bindings import driver
+    check(driver.cuCtxSynchronize())
+
+
 class Stream:
     """A CUDA stream that does not wait for the default stream. ``handle`` is the CUstream as an int."""
 

@@ -28,8 +28,8 @@ import numpy as np
 from jev.checkpoint import ModelConfig
 from jev.ops.buckets import MAX_SLOTS, Bucket
 from jev.weights import attention_columns, gdn_columns, in_proj_width
-from jev_kernels import attention, bf16, embed, gdn, gdn_conv, reference, rms_norm, rope, silu
-from jev_kernels.device import Arena, Stream, Uploader, array_bytes, fill, pinned, to_device, to_host, view
+from jev_kernels import attention, bf16, device, embed, gdn, gdn_conv, reference, rms_norm, rope, silu
+from jev_kernels.device import array_bytes
 from jev_kernels.gemm import Gemm
 from jev_kernels.launch import address
 from jev_kernels.pool import LASTS, PADDING
@@ -45,16 +45,17 @@ class CudaWeights:
     """Every weight of the model in one allocation. held: key -> Weight. Raises OutOfMemory."""
 
     def __init__(self, specs):
-        self.arena = Arena(sum(array_bytes(s.shape) for s in specs), "the weights")
+        self.arena = device.Arena(sum(array_bytes(s.shape) for s in specs), "the weights")
         self.held = {s.key: Weight(s.key, self.arena.take(s.shape)) for s in specs}
 
     @classmethod
     def from_tensors(cls, specs, tensors, progress: Callable[[int], None] | None = None) -> CudaWeights:
-        """Weights streamed from the checkpoint's mapped files through pinned memory. progress: bytes since its last call."""
+        """Weights streamed from the checkpoint's mapped files through pinned memory. progress: bytes since the last call."""
         self = cls(specs)
-        with Uploader() as uploader:
+        with device.Uploader() as uploader:
             for spec in specs:
-                pieces = [p.reshape(-1, *spec.shape[1:]) if p.ndim != len(spec.shape) else p for p in spec.pieces(tensors)]
+                pieces = [p.reshape(-1, *spec.shape[1:]) if p.ndim != len(spec.shape) else p
+                          for p in spec.pieces(tensors)]
                 uploader.upload(self.held[spec.key].array, pieces, progress)
         return self
 
@@ -64,7 +65,8 @@ def buffer_shapes(c: ModelConfig, bucket: Bucket) -> dict[str, tuple[tuple[int, 
     u16, f32 = np.uint16, np.float32
     heads = c.linear_num_value_heads
     mixed = {"full_attention": c.num_attention_heads * c.head_dim, "linear_attention": c.value_dim}
-    shapes = {"conv": ((bucket.rows, c.conv_dim), u16), "g": ((bucket.rows, heads), f32), "beta": ((bucket.rows, heads), u16)}
+    shapes = {"conv": ((bucket.rows, c.conv_dim), u16), "g": ((bucket.rows, heads), f32),
+              "beta": ((bucket.rows, heads), u16)}
     for kind in mixed:
         shapes[f"projected/{kind}"] = ((bucket.rows + PADDING, in_proj_width(c, kind)), u16)
     for prefix, rows in (("", bucket.rows), ("last_", bucket.lasts)):
@@ -89,36 +91,36 @@ class Buffers:
         states = gdn.states_shape(MAX_SLOTS, heads)
         scratch = gdn.scratch_bytes(chunks, MAX_SLOTS, config.linear_num_key_heads, heads, gdn.on_hopper())
         entries = max(b.size for b in buckets)
-        self.arena = Arena(sum(sizes.values()) + array_bytes(table.shape) + array_bytes(states, np.float32)
-                           + array_bytes(scratch, np.uint8) + array_bytes(entries, np.int32),
-                           f"activations of {max(b.rows for b in buckets)} rows")
+        self.arena = device.Arena(sum(sizes.values()) + array_bytes(table.shape) + array_bytes(states, np.float32)
+                                  + array_bytes(scratch, np.uint8) + array_bytes(entries, np.int32),
+                                  f"activations of {max(b.rows for b in buckets)} rows")
         self.metadata = self.arena.take(entries, np.int32)
         self.rope_table = self.arena.take(table.shape)
         self.states = self.arena.take(states, np.float32)
         self.scratch = self.arena.take(scratch, np.uint8)
         self.at = {name: self.arena.take(size, np.uint8) for name, size in sizes.items()}
-        stream = Stream()
-        host = pinned(table.shape, np.uint16)
+        stream = device.Stream()
+        host = device.pinned(table.shape, np.uint16)
         host[:] = table
-        to_device(self.rope_table, host, stream)
+        device.to_device(self.rope_table, host, stream)
         # Rows beyond the live ones are multiplied like any other: they must hold numbers, not what was in memory.
         for name in sizes:
-            words = self.at[name].view(np.int32)
-            fill(words, 0, stream)
+            device.fill(self.at[name].view(np.int32), 0, stream)
         stream.synchronize()
 
     def bind(self, config: ModelConfig, bucket: Bucket) -> tuple[dict[str, Any], dict[str, Any]]:
         """(activations, metadata) of a bucket: views of this memory."""
-        activations = {name: view(address(self.at[name.split("/")[0]]), shape, dtype, owner=self.arena)
+        activations = {name: device.view(address(self.at[name.split("/")[0]]), shape, dtype, owner=self.arena)
                        for name, (shape, dtype) in buffer_shapes(config, bucket).items()}
-        metadata = {name: view(address(self.metadata) + 4 * s.at, s.shape, np.int32, owner=self.arena)
+        metadata = {name: device.view(address(self.metadata) + 4 * s.at, s.shape, np.int32, owner=self.arena)
                     for name, s in bucket.sections.items()}
         return activations, metadata
 
 
 class CudaOps:
-    """``Ops`` for one bucket: launches into ``stream``, results in the bucket's buffers. ``pool`` arguments are not read:
-    what they describe is in the metadata on the device.
+    """``Ops`` for one bucket: launches into ``stream``, results in the bucket's buffers.
+
+    ``pool`` arguments are not read: what they describe is in the metadata on the device.
 
     pdl: launch every kernel so that it may start while the one before it still runs.
     """
@@ -140,10 +142,10 @@ class CudaOps:
 
     def values(self, x) -> np.ndarray:
         """The live rows of an activation as a float64 copy on the host (for ``AuditOps``)."""
-        counts = pinned(self.counts[""].shape, np.int32)
-        to_host(counts, self.counts[""], self.stream)
+        counts = device.pinned(self.counts[""].shape, np.int32)
+        device.to_host(counts, self.counts[""], self.stream)
         host = np.empty(x.shape, x.dtype)
-        to_host(host, x, self.stream)
+        device.to_host(host, x, self.stream)
         self.stream.synchronize()
         live = host[:counts[LASTS if self._prefix(x) else 0]]
         return (bf16.to_float32(live) if live.dtype == np.uint16 else live).astype(np.float64)
@@ -151,7 +153,7 @@ class CudaOps:
     def _prefix(self, x) -> str:
         """"last_" if x holds last rows, else ""."""
         at = address(x)
-        return next((name[:5] for name, a in self.activations.items() if name.startswith("last_") and address(a) == at), "")
+        return next(("last_" for name, a in self.activations.items() if name.startswith("last_") and address(a) == at), "")
 
     def _part(self, kind: str, name: str, rows: int):
         """Columns ``name`` of the projection of a layer of this kind, its first ``rows`` rows."""
@@ -160,9 +162,22 @@ class CudaOps:
             self._slices[key] = self.activations[f"projected/{kind}"][:rows, self.columns[kind][name]]
         return self._slices[key]
 
+    def _plan(self, key, make: Callable[[], Any]):
+        """The plan of this key, made by ``make`` at its first use.
+
+        That happens with nothing else running: GEMMs on trial share scratch and workspace with plans that our stream may
+        be running, and are timed; and our stream would not wait by itself for the copy of a new tensor map.
+        """
+        if key not in self._plans:
+            device.synchronize()
+            self._plans[key] = make()
+            device.synchronize()
+        return self._plans[key]
+
     def embed(self, table: Weight, pool):
         x = self.activations["residual"]
-        embed.embed(self.stream, table.array, self.metadata["ids"], x, self.counts[""], pdl=self.pdl)
+        # No early start: the copy of the metadata may be right before this kernel, which reads it at once.
+        embed.embed(self.stream, table.array, self.metadata["ids"], x, self.counts[""])
         return x
 
     def rms_norm(self, x, weight: Weight):
@@ -173,29 +188,30 @@ class CudaOps:
     def add_rms_norm(self, residual, delta, weight: Weight):
         prefix = self._prefix(residual)
         y = self.activations[prefix + "x"]
-        rms_norm.add_rms_norm(self.stream, residual, delta, weight.array, y, self.counts[prefix], self.eps, pdl=self.pdl)
+        rms_norm.add_rms_norm(self.stream, residual, delta, weight.array, y, self.counts[prefix], self.eps,
+                              pdl=self.pdl)
         return residual, y
 
     def linear(self, x, weight: Weight):
-        key = (weight.key, address(x))
-        if key not in self._plans:
+        def make():
             prefix, name = self._prefix(x), weight.key.rsplit(".", 1)[1]
             if name == "in_proj":
                 kind = self.config.layer_types[int(weight.key.split(".")[1])]
                 target = self.activations[f"projected/{kind}"]
             else:
-                target = self.activations[prefix + {"gate_up": "gate_up", "out_proj": "delta", "down_proj": "delta"}[name]]
+                target = self.activations[prefix + ("gate_up" if name == "gate_up" else "delta")]
             rows = self.bucket.lasts if prefix else self.bucket.rows
-            self._plans[key] = self.gemm.linear_plan(x, weight.array, target, rows), target
-        plan, target = self._plans[key]
+            return self.gemm.linear_plan(x, weight.array, target, rows), target
+
+        plan, target = self._plan((weight.key, address(x)), make)
         plan(self.stream, pdl=self.pdl)
         return target
 
     def gdn_conv_gates(self, projected, conv: Weight, a_log: Weight, dt_bias: Weight, pool):
         qkv, b, a = (self._part("linear_attention", name, self.bucket.rows) for name in ("qkv", "b", "a"))
         y, g, beta = (self.activations[name] for name in ("conv", "g", "beta"))
-        gdn_conv.gdn_conv_gates(self.stream, qkv, conv.array, self.metadata["parents"], b, a, a_log.array, dt_bias.array,
-                                y, beta, g, self.counts[""], pdl=self.pdl)
+        gdn_conv.gdn_conv_gates(self.stream, qkv, conv.array, self.metadata["parents"], b, a, a_log.array,
+                                dt_bias.array, y, beta, g, self.counts[""], pdl=self.pdl)
         return y, g, beta
 
     def gated_delta_rule(self, qkv, g, beta, pool):
@@ -211,16 +227,17 @@ class CudaOps:
 
     def qk_rope(self, projected, q_norm: Weight, k_norm: Weight, pool):
         c = self.config
-        rope.qk_rope(self.stream, projected, q_norm.array, k_norm.array, self.buffers.rope_table, self.metadata["positions"],
-                     self.counts[""], c.num_attention_heads, c.num_key_value_heads, self.eps, pdl=self.pdl)
+        rope.qk_rope(self.stream, projected, q_norm.array, k_norm.array, self.buffers.rope_table,
+                     self.metadata["positions"], self.counts[""], c.num_attention_heads, c.num_key_value_heads, self.eps,
+                     pdl=self.pdl)
         return projected
 
     def gated_attention(self, projected, pool):
         out, m = self.activations["mixed/full_attention"], self.metadata
-        if "attention" not in self._plans:
-            q, gate, k, v = (self._part("full_attention", name, self.bucket.rows + PADDING) for name in ("q", "gate", "k", "v"))
-            self._plans["attention"] = attention.Plan(q, k, v, gate, out, m["counts"], m["tiles"], m["paths"])
-        self._plans["attention"](self.stream, pdl=self.pdl)
+        rows = self.bucket.rows + PADDING
+        q, gate, k, v = (self._part("full_attention", name, rows) for name in ("q", "gate", "k", "v"))
+        plan = self._plan("attention", lambda: attention.Plan(q, k, v, gate, out, m["counts"], m["tiles"], m["paths"]))
+        plan(self.stream, pdl=self.pdl)
         return out
 
     def silu_mul(self, gate_up):

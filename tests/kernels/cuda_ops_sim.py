@@ -1,0 +1,114 @@
+"""``jev_kernels.device`` and the GEMMs for the simulator, so that the CUDA backend runs on a CPU, launchers and all.
+
+    monkeypatch.setattr(jev.ops.cuda, "device", cuda_ops_sim)
+
+This module stands for ``device``: arrays are the simulator's, a stream does everything at once. Whatever is taken from
+an arena is an allocation of its own, and full of garbage.
+"""
+from __future__ import annotations
+
+import numpy as np
+from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+from jev.checkpoint import ModelConfig
+from jev.cuda_backbone import CudaBackbone
+from jev.ops.buckets import Bucket
+from jev.ops.cuda import Buffers, CudaWeights
+from jev.weights import assemble, specs
+from jev_kernels import bf16
+from jev_kernels.cublaslt import layout
+from jev_kernels.device import ALIGNMENT, array_bytes  # noqa: F401  part of what ``device`` has
+
+POISON = 0x7FC1                      # a BF16 NaN; as float32 a NaN; as an index far outside
+
+
+class Stream:
+    def synchronize(self) -> None:
+        pass
+
+
+class Arena:
+    """Memory in as many pieces as are taken, together at most ``nbytes``."""
+
+    def __init__(self, nbytes: int, what: str = ""):
+        self.nbytes, self.taken = nbytes, []
+
+    def take(self, shape, dtype=np.uint16):
+        size = array_bytes(shape, dtype)
+        assert sum(piece.nbytes for piece in self.taken) + size <= self.nbytes, "more than the arena was sized for"
+        raw = np.empty(size + ALIGNMENT, np.uint8)
+        piece = raw[-raw.ctypes.data % ALIGNMENT:][:size]
+        piece.view(np.uint16)[:] = POISON
+        self.taken.append(piece)
+        return FakeCUDAArray(piece[:np.prod(shape, dtype=int) * np.dtype(dtype).itemsize].view(dtype).reshape(shape))
+
+
+def view(pointer: int, shape, dtype=np.uint16, owner: Arena | None = None):
+    """Part of one of the arena's pieces: past its end there is nothing."""
+    piece = next(p for p in owner.taken if 0 <= pointer - p.ctypes.data < p.nbytes)
+    at, nbytes = pointer - piece.ctypes.data, int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return FakeCUDAArray(piece[at:at + nbytes].view(dtype).reshape(shape))
+
+
+def pinned(shape, dtype=np.uint8) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def to_device(dst, host: np.ndarray, stream) -> None:
+    dst.reshape(-1)[:host.size] = host.reshape(-1)
+
+
+def to_host(host: np.ndarray, src, stream) -> None:
+    host.reshape(-1)[:] = src.copy_to_host().reshape(-1)[:host.size]
+
+
+def fill(array, value: int, stream) -> None:
+    array[:] = value
+
+
+def synchronize() -> None:
+    pass
+
+
+class Gemm:
+    """y[:rows] = r(x[:rows] W^T) in NumPy: sums in float64, in an order that does not depend on ``rows``.
+
+    The arrays are checked as the real one checks them.
+    """
+
+    def linear_plan(self, x, weight, y, rows: int):
+        layout(x, weight, y, rows)
+        wide = bf16.to_float32(weight.copy_to_host()).astype(np.float64)
+
+        def plan(stream, pdl: bool = False) -> None:
+            for row in range(rows):
+                y[row] = bf16.from_float64(wide @ bf16.to_float32(x[row].copy_to_host()))
+        return plan
+
+
+class Backbone(CudaBackbone):
+    """A CudaBackbone over the checkpoint's ``tensors``, with these buckets, launching kernel by kernel."""
+
+    def __init__(self, config: ModelConfig, tensors, buckets: list[Bucket], max_length: int):
+        self.config, self.buckets, self.max_length = config, buckets, max_length
+        self.max_rows, self.use_graphs = max(b.rows for b in buckets), False
+        self.gemm, self.stream, self._ops = Gemm(), Stream(), {}
+        needed = specs(config)
+        self.weights = CudaWeights(needed)
+        for spec in needed:
+            pieces = [piece.reshape(-1, *spec.shape[1:]) for piece in spec.pieces(tensors)]
+            self.weights.held[spec.key].array[:] = np.concatenate(pieces)
+        self.model = assemble(self.weights.held, config)
+        self.buffers = Buffers(config, buckets, max_length)
+        self.host_metadata = pinned(max(b.size for b in buckets), np.int32)
+        self.host_hidden = pinned((max(b.lasts for b in buckets), config.hidden_size), np.uint16)
+
+    def poison(self) -> None:
+        """Garbage in everything that a forward pass may not rely on: all but the weights and the rotation table."""
+        table = self.buffers.rope_table.ctypes.data
+        for piece in self.buffers.arena.taken:
+            if piece.ctypes.data != table:
+                piece.view(np.uint16)[:] = POISON
+        self.host_metadata[:] = POISON << 16 | POISON
+        self.host_hidden[:] = POISON
+

@@ -1,0 +1,131 @@
+"""The CUDA backend as a whole in the simulator: the real launchers and portable kernels, only the GEMMs are NumPy's.
+
+What kernels compute has its own tests. Here it is the wiring: which buffer is whose, which columns, how many rows.
+"""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import jev.cuda_backbone
+import jev.ops.cuda
+from jev import backbone, row_pool, weights
+from jev.audit import paired
+from jev.backbone import BackendError
+from jev.ops.audit import AuditOps
+from jev.ops.buckets import Bucket
+from jev.ops.numpy import NumpyOps
+from jev_kernels import bf16
+from tests import models, yardstick
+from tests.kernels import cuda_ops_sim
+
+LENGTH = 96
+# Records of an operation: one for each output and call. Limits are those of tests/gpu/test_backbone.py.
+RECORDS = {"embed": 1, "rms_norm": 1, "add_rms_norm": 8, "linear": 8, "gdn_conv_gates": 3, "gated_delta_rule": 1,
+           "gated_rms_norm": 1, "qk_rope": 1, "gated_attention": 1, "silu_mul": 2, "gather_rows": 2}
+LIMITS = {"embed": 0, "gather_rows": 0, "gated_attention": 3.5e-3, "gated_delta_rule": 4e-3, "gated_rms_norm": 3.5e-3}
+LIMIT = 3e-3
+
+
+@pytest.fixture(autouse=True)
+def simulated_device(monkeypatch):
+    for module in (jev.cuda_backbone, jev.ops.cuda):
+        monkeypatch.setattr(module, "device", cuda_ops_sim)
+
+
+def config(*kinds, heads, value_heads):
+    """The smallest model with the kernels' head dims."""
+    return models.config("plain", hidden_size=64, intermediate_size=64, layer_types=kinds, num_attention_heads=heads,
+                         num_key_value_heads=1, head_dim=256, rotary_dim=64, linear_num_key_heads=1,
+                         linear_num_value_heads=value_heads, linear_key_head_dim=128, linear_value_head_dim=128,
+                         vocab_size=50)
+
+
+def numpy_model(c, tensors, precision):
+    ops = NumpyOps(c, precision, LENGTH)
+    return ops, weights.load(tensors, c, ops)
+
+
+def test_forward():
+    """Each operation near float64 and the result by the yardstick. Then the same bits with the capacities of another
+    bucket, over memory full of garbage, for the sequences in another order, and nothing written beyond the live rows.
+    """
+    c = config(models.L, models.F, heads=2, value_heads=2)
+    tensors = models.tensors(c, 3)
+    root = np.array([7, 3, 3, 41, 0, 12, 49, 5], np.int32)
+    sequences = [root, np.r_[root[:5], 8, 1].astype(np.int32), root.copy()]        # a branch, a duplicate
+    pool = row_pool.build(sequences)
+    tight, other = Bucket(10, wide=True), Bucket(13)
+    made = cuda_ops_sim.Backbone(c, tensors, [tight, other], LENGTH)
+
+    ops, model, bound = made.bound(pool)
+    assert ops.bucket == tight and pool.n_rows == 10 and len(bound.last_rows) == 2
+    reference, exact_model = numpy_model(c, tensors, "float64")
+    audited = AuditOps(ops, reference)
+    hidden = ops.values(backbone.forward(audited, paired(model, exact_model), bound))
+    assert {name: len(records) for name, records in audited.records.items()} == RECORDS
+    worst = {name: max(r.relative for r in records) for name, records in audited.records.items()}
+    assert all(worst[name] <= LIMITS.get(name, LIMIT) for name in worst), worst
+
+    exact = backbone.forward(reference, exact_model, bound)
+    rounded = backbone.forward(*numpy_model(c, tensors, "bf16"), bound)
+    assert yardstick.distance(hidden, exact) <= yardstick.MEAN_RATIO * yardstick.distance(rounded, exact)
+
+    made.buckets = [other]
+    made.poison()
+    again, rows = made.hidden([sequences[i] for i in (1, 0, 2)])
+    assert rows == 10
+    lasts = np.searchsorted(bound.last_rows, pool.last_rows[[1, 0, 2]])
+    np.testing.assert_array_equal(bf16.to_float32(again), hidden[lasts])
+    for prefix, live in (("", rows), ("last_", 2)):                      # but by GEMMs, which know no counts
+        for name in ("residual", "x", "act", "mixed/full_attention", *(("conv", "g", "beta") if not prefix else ())):
+            beyond = made.ops(other).activations[prefix + name][live:].copy_to_host()
+            assert len(beyond) and (beyond.view(np.uint16) == cuda_ops_sim.POISON).all(), prefix + name
+
+
+def test_a_branch_starts_from_a_stored_state():
+    """More than a chunk: the delta rule's runs, slots and states, with other buffers' garbage in them."""
+    c = config(models.L, heads=1, value_heads=1)
+    root = np.arange(65, dtype=np.int32) % 50
+    pool = row_pool.build([root, np.r_[root[:64], 33].astype(np.int32)])
+    assert pool.n_slots == 1 and len(pool.runs) == 2
+    made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(70)], LENGTH)
+    ops, _, pool = made.bound(pool)
+    rng, n = np.random.default_rng(0), pool.n_rows
+    qkv, g, beta = (ops.activations[name] for name in ("conv", "g", "beta"))
+    qkv[:n] = bf16.from_float64(rng.standard_normal((n, c.conv_dim)))
+    g[:n] = -0.1 * rng.random((n, 1))
+    beta[:n] = bf16.from_float64(rng.random((n, 1)))
+    inputs = [ops.values(x) for x in (qkv, g, beta)]
+    out = ops.values(ops.gated_delta_rule(qkv, g, beta, pool))
+    expected = NumpyOps(c, "float64", LENGTH).gated_delta_rule(*inputs, pool)
+    for rows in (slice(n), slice(64, n)):
+        assert np.linalg.norm(out[rows] - expected[rows]) <= 4e-3 * np.linalg.norm(expected[rows])
+
+
+def test_what_a_kernel_would_trust_is_refused(monkeypatch):
+    c = config(models.F, heads=1, value_heads=1)
+    made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(128)], LENGTH)
+    assert made.bound(row_pool.build([np.zeros(LENGTH, np.int32)]))
+    with pytest.raises(BackendError, match="97 tokens is longer than 96"):
+        made.hidden([np.zeros(LENGTH + 1, np.int32)])
+    with pytest.raises(BackendError, match="token 50 is not in the vocabulary"):
+        made.hidden([np.array([3, 50], np.int32)])
+    with pytest.raises(BackendError, match="129 tokens does not fit in 128 rows"):
+        made.hidden([np.zeros(129, np.int32)])
+
+
+def test_every_failure_is_a_backend_error(monkeypatch):
+    """Whatever class the driver's binding, Numba or cuBLASLt raise."""
+    class LibraryError(Exception):
+        pass
+
+    c = config(models.F, heads=1, value_heads=1)
+    made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(128)], LENGTH)
+    for error in (LibraryError("status 13"), RuntimeError("CUDA: CUDA_ERROR_ILLEGAL_ADDRESS")):
+        def fails(bucket, error=error):
+            raise error
+        monkeypatch.setattr(made, "_launch", fails)
+        with pytest.raises(BackendError, match=f"the forward pass failed on the GPU: .*{error}") as caught:
+            made.hidden([np.zeros(3, np.int32)])
+        assert caught.value.__cause__ is error
