@@ -131,7 +131,7 @@ class CudaBackbone:
         return forward(self.ops(bucket), self.model, None)
 
     def graph(self, bucket: Bucket) -> graphs.Graph | None:
-        """The captured forward of a bucket; None where the driver refuses, and then it is launched eagerly.
+        """The captured forward of a bucket; None where capturing fails, and then it is launched eagerly.
 
         The metadata on the device must be laid out for the bucket: before a capture the kernels are launched once,
         since binding them compiles, allocates and times GEMMs, which a capture does not allow.
@@ -142,8 +142,8 @@ class CudaBackbone:
             self.stream.synchronize()
             try:
                 self._graphs[bucket] = graphs.capture(self.stream, lambda: self._launch(bucket), keep=(ops,))
-            except graphs.CaptureError as e:
-                self.log(f"no graph for {bucket.rows} rows, launching kernel by kernel: {e}")
+            except Exception as e:            # the kernels have just run: what fails is to capture them
+                self.log(f"no graph for {bucket.rows} rows, launching kernel by kernel: {type(e).__name__}: {e}")
                 self._graphs[bucket] = None
         return self._graphs[bucket]
 
@@ -210,7 +210,7 @@ class CudaBackbone:
         cuda.current_context()
         try:
             self.stream.synchronize()
-        except RuntimeError:                  # a kernel failed: the context is lost, and its memory goes with the process
+        except RuntimeError:                  # a kernel failed: the context is lost, its memory goes with the process
             return
         for graph in self._graphs.values():
             if graph is not None:

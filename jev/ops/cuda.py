@@ -50,7 +50,7 @@ class CudaWeights:
 
     @classmethod
     def from_tensors(cls, specs, tensors, progress: Callable[[int], None] | None = None) -> CudaWeights:
-        """Weights streamed from the checkpoint's mapped files through pinned memory. progress: bytes since the last call."""
+        """Weights streamed from the checkpoint's mapped files through pinned memory. progress: told the bytes sent."""
         self = cls(specs)
         with device.Uploader() as uploader:
             for spec in specs:
@@ -153,7 +153,8 @@ class CudaOps:
     def _prefix(self, x) -> str:
         """"last_" if x holds last rows, else ""."""
         at = address(x)
-        return next(("last_" for name, a in self.activations.items() if name.startswith("last_") and address(a) == at), "")
+        last = (a for name, a in self.activations.items() if name.startswith("last_"))
+        return "last_" if any(address(a) == at for a in last) else ""
 
     def _part(self, kind: str, name: str, rows: int):
         """Columns ``name`` of the projection of a layer of this kind, its first ``rows`` rows."""
@@ -165,8 +166,8 @@ class CudaOps:
     def _plan(self, key, make: Callable[[], Any]):
         """The plan of this key, made by ``make`` at its first use.
 
-        That happens with nothing else running: GEMMs on trial share scratch and workspace with plans that our stream may
-        be running, and are timed; and our stream would not wait by itself for the copy of a new tensor map.
+        That happens with nothing else running: GEMMs on trial are timed, and share scratch and workspace with plans
+        that our stream may be running; and our stream would not wait by itself for the copy of a new tensor map.
         """
         if key not in self._plans:
             device.synchronize()
@@ -228,8 +229,8 @@ class CudaOps:
     def qk_rope(self, projected, q_norm: Weight, k_norm: Weight, pool):
         c = self.config
         rope.qk_rope(self.stream, projected, q_norm.array, k_norm.array, self.buffers.rope_table,
-                     self.metadata["positions"], self.counts[""], c.num_attention_heads, c.num_key_value_heads, self.eps,
-                     pdl=self.pdl)
+                     self.metadata["positions"], self.counts[""], c.num_attention_heads, c.num_key_value_heads,
+                     self.eps, pdl=self.pdl)
         return projected
 
     def gated_attention(self, projected, pool):

@@ -91,7 +91,7 @@ class Backbone(CudaBackbone):
 
     def __init__(self, config: ModelConfig, tensors, buckets: list[Bucket], max_length: int):
         self.config, self.buckets, self.max_length = config, buckets, max_length
-        self.max_rows, self.use_graphs = max(b.rows for b in buckets), False
+        self.max_rows, self.use_graphs, self._graphs = max(b.rows for b in buckets), False, {}
         self.gemm, self.stream, self._ops = Gemm(), Stream(), {}
         needed = specs(config)
         self.weights = CudaWeights(needed)

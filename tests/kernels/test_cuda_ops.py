@@ -16,6 +16,7 @@ from jev.ops.audit import AuditOps
 from jev.ops.buckets import Bucket
 from jev.ops.numpy import NumpyOps
 from jev_kernels import bf16
+from jev_kernels.graph import CaptureError
 from tests import models, yardstick
 from tests.kernels import cuda_ops_sim
 
@@ -103,7 +104,7 @@ def test_a_branch_starts_from_a_stored_state():
         assert np.linalg.norm(out[rows] - expected[rows]) <= 4e-3 * np.linalg.norm(expected[rows])
 
 
-def test_what_a_kernel_would_trust_is_refused(monkeypatch):
+def test_what_a_kernel_would_trust_is_refused():
     c = config(models.F, heads=1, value_heads=1)
     made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(128)], LENGTH)
     assert made.bound(row_pool.build([np.zeros(LENGTH, np.int32)]))
@@ -113,6 +114,23 @@ def test_what_a_kernel_would_trust_is_refused(monkeypatch):
         made.hidden([np.array([3, 50], np.int32)])
     with pytest.raises(BackendError, match="129 tokens does not fit in 128 rows"):
         made.hidden([np.zeros(129, np.int32)])
+
+
+@pytest.mark.parametrize("error", [CaptureError("not allowed"), RuntimeError("CUDA: STREAM_CAPTURE_INVALIDATED")])
+def test_what_cannot_be_captured_is_launched(monkeypatch, error):
+    """Once to bind the kernels, then for every request; the capture is not tried again."""
+    def fails(*args, **kwargs):
+        raise error
+
+    c = config(models.F, heads=1, value_heads=1)
+    made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(128)], LENGTH)
+    launched, said = [], []
+    made.use_graphs, made.log = True, said.append
+    monkeypatch.setattr(made, "_launch", launched.append)
+    monkeypatch.setattr(jev.cuda_backbone.graphs, "capture", fails)
+    for _ in range(2):
+        made.hidden([np.zeros(3, np.int32)])
+    assert len(launched) == 3 and len(said) == 1 and str(error) in said[0]
 
 
 def test_every_failure_is_a_backend_error(monkeypatch):
