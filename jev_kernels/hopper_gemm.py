@@ -371,13 +371,16 @@ def tensor_map(pointer: int, rows: int, cols: int, stride: int, box_rows: int) -
 
 class TensorMaps:
     """Tensor maps in device memory, made once each. They must outlive every launch and graph that uses them (a map that
-    was freed and overwritten shows up as "an illegal instruction was encountered"), so a Plan holds on to them."""
+    was freed and overwritten shows up as "an illegal instruction was encountered"), so a Plan holds on to them. Their
+    memory is never given back: a multiprocessor caches descriptors by address, and another map at the same address might
+    be taken for the old one."""
 
     BLOCK = 512                                   # maps of one allocation, 64 KiB
+    _kept: list[device.Arena] = []                # of every instance, for the life of the process
 
     def __init__(self):
         self._found: dict[tuple, int] = {}
-        self._blocks: list[device.Arena] = []
+        self._block: device.Arena | None = None
 
     def get(self, pointer: int, rows: int, cols: int, stride: int, box_rows: int) -> int:
         """Device address of the map; see ``tensor_map``."""
@@ -386,9 +389,11 @@ class TensorMaps:
             from cuda.bindings import driver
             raw = np.frombuffer(tensor_map(*key), np.uint8)
             if len(self._found) % self.BLOCK == 0:
-                self._blocks.append(device.Arena(self.BLOCK * 128, "tensor maps"))
-            at = self._blocks[-1].pointer + len(self._found) % self.BLOCK * 128
+                self._block = device.Arena(self.BLOCK * 128, "tensor maps")
+                self._kept.append(self._block)
+            at = self._block.pointer + len(self._found) % self.BLOCK * 128
             check(driver.cuMemcpyHtoD(at, raw.ctypes.data, 128))
+            check(driver.cuStreamSynchronize(0))     # the copy may still be on its way from the driver's own buffer
             self._found[key] = at
         return self._found[key]
 

@@ -57,6 +57,14 @@ def test_many_short_branches_take_a_wide_bucket_of_about_their_rows():
     assert choose(pool, BUCKETS).wide
 
 
+@pytest.mark.parametrize("options, state", [(2, 100), (20, 1000), (50, 1000), (100, 300), (20, 3000)])
+def test_a_choice_of_some_options_takes_a_bucket_of_about_its_rows(options, state):
+    prefix = np.arange(state)
+    pool = row_pool.build([np.concatenate([prefix, np.full(6, 5000 + i)]) for i in range(options)])
+    bucket = choose(pool, BUCKETS)
+    assert not bucket.wide and bucket.rows <= pool.n_rows + 128
+
+
 def test_what_no_bucket_holds_is_none():
     assert choose(row_pool.build([np.arange(9000)]), BUCKETS) is None
     branching = [np.concatenate([np.full(64, i), np.full(1 + j, 7 + j)]) for i in range(MAX_SLOTS + 1) for j in range(2)]

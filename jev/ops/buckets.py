@@ -54,7 +54,8 @@ class Bucket:
 
     @property
     def paths(self) -> int:
-        return min(self.branches * self.rows, MAX_PATHS) if self.wide else min(self.branches, 8) * self.rows
+        """Room for every branch's path; what is not in use is not uploaded and costs nothing."""
+        return min(self.branches * self.rows, MAX_PATHS)
 
     @cached_property
     def sections(self) -> dict[str, Section]:
