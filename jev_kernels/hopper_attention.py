@@ -51,9 +51,9 @@ from numba.cuda.core import config
 from jev_kernels.launch import Kernel, View
 from jev_kernels.pool import TILES
 from jev_kernels.ptx import (ballot, cluster_sync, cp16, cp_wait_all, cta_rank, evict_first, evict_last, fence_async,
-                             i32, ldg_i32, lds_i32, mbar_arrive, mbar_arrive_lane0, mbar_arrive_pair, mbar_expect,
-                             mbar_fence, mbar_init, mbar_wait, named_sync, pdl_launch, pdl_wait, pick, smem_addr,
-                             sts_u32, u64, uniform, void)
+                             i32, ldg_i32, lds_i32, mbar_arrive, mbar_arrive_at, mbar_arrive_lane0,
+                             mbar_arrive_pair, mbar_expect, mbar_fence, mbar_init, mbar_wait, named_sync, pdl_launch,
+                             pdl_wait, pick, smem_addr, sts_u32, u64, uniform, void)
 
 if config.ENABLE_CUDASIM:
     from jev_kernels import hopper_attention_sim as hw
@@ -171,6 +171,27 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
             mbar_arrive_pair(bar, lane)
         else:
             mbar_arrive_lane0(bar, lane)
+
+    @inline
+    def arrive_at(bar, cta):
+        if CL > 1:
+            mbar_arrive_at(bar, cta)
+        else:
+            mbar_arrive(bar)
+
+    @inline
+    def pass_over(k_full, k_free, v_full, v_free, base, n, all_n):
+        """For a warp, by one lane of it: take key tiles n .. all_n - 1, which only others need, as read. One lane, because
+        nothing here holds a warp's lanes together: one that fell two rounds of a ring behind would wait for ever."""
+        for i in range(n, all_n):
+            at = i32(base + i)
+            slot = at & 1
+            mbar_wait(k_full + slot * 8, (at >> 1) & 1)
+            for cta in range(CL):
+                arrive_at(k_free + slot * 8, cta)
+            mbar_wait(v_full + slot * 8, (at >> 1) & 1)
+            for cta in range(CL):
+                arrive_at(v_free + slot * 8, cta)
 
     def attention(maps, counts, tiles, paths, k, v, out, k_stride, v_stride, out_stride):
         q_s = (smem_addr(cuda.shared.array(0, types.uint8)) + 1023) & ~1023
@@ -411,13 +432,8 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                             hw.copy_out(i32(r < rows), source + m * 128 + (((lane & 7) ^ (m & 7)) << 4),
                                      to + u64(row0 + r) * u64(out_stride) + u64((m - r * G if packed else 0) * (D * 2)))
                     fence_async()
-                for i in range(n, all_n):                                 # key tiles that only the others need
-                    at = i32(base + i)
-                    slot = at & 1
-                    mbar_wait(k_full + slot * 8, (at >> 1) & 1)
-                    free(k_free + slot * 8, lane)
-                    mbar_wait(v_full + slot * 8, (at >> 1) & 1)
-                    free(v_free + slot * 8, lane)
+                if lane == 0:
+                    pass_over(k_full, k_free, v_full, v_free, base, n, all_n)
                 if gated and n == 0:                                      # no rows: only keep step
                     mbar_arrive_lane0(q_read + wg * 8, lane)
                     mbar_wait(g_full + wg * 8, turn & 1)

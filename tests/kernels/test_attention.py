@@ -1,12 +1,15 @@
 """Gated attention over the row pool in the simulator: float64, and bits that depend on a row's prefix alone."""
 from __future__ import annotations
 
+import threading
+from random import Random
+
 import numpy as np
 import pytest
 from numba import cuda
 
 from jev.row_pool import build
-from jev_kernels import attention, bf16, reference
+from jev_kernels import attention, bf16, hopper_attention_sim, ptx_sim, reference, simulator
 from jev_kernels.hopper_attention import HopperPlan
 from jev_kernels.pool import COUNTS, ROWS, TILES
 
@@ -104,21 +107,73 @@ def test_hopper_many_tiles():
     assert np.array_equal(problem.run("hopper", ctas=3), got)
 
 
+@pytest.fixture
+def any_order(monkeypatch):
+    """Simulated threads, lanes of a warp included, run in random order and stop at barriers; boxes land at random times.
+
+    A warp's lanes may really part, and then only instructions for whole warps bring them together again."""
+    random, landing = Random(0), []
+
+    def next_thread(block):
+        while True:
+            awake = [entry for entry in block.waiting if entry[1]()]
+            if landing and (not (block.ready or awake) or random.random() < 0.5):
+                landing.pop(random.randrange(len(landing)))()
+                continue
+            if not block.ready and not awake:
+                return None
+            i = random.randrange(len(block.ready) + len(awake))
+            if i < len(block.ready):
+                thread = block.ready[i]
+                del block.ready[i]
+                return thread
+            block.waiting.remove(awake[i - len(block.ready)])
+            return awake[i - len(block.ready)][0]
+
+    def update(barrier, arrivals, nbytes, real=ptx_sim._Barrier.update):
+        real(barrier, arrivals, nbytes)
+        thread = threading.current_thread()
+        if arrivals and random.random() < 0.05:
+            thread.block.ready.append(thread)
+            thread.block.switch(thread)
+
+    def load_box(*box, real=hopper_attention_sim._load_box):
+        landing.append(lambda: real(*box))
+    monkeypatch.setattr(simulator._Block, "_next", next_thread)
+    monkeypatch.setattr(ptx_sim._Barrier, "update", update)
+    monkeypatch.setattr(hopper_attention_sim, "_load_box", load_box)
+    return random
+
+
+def test_hopper_in_any_order(any_order):
+    """A warpgroup without rows, over more key tiles than the ring holds: its lanes must not lose step."""
+    problem = Problem(tokens(3, 2, shared=410), heads=4)
+    short = problem.pool.tiles[problem.pool.tiles[:, 1] < 20]
+    assert len(short) == 1
+    problem.tiles, problem.counts[TILES] = short, 1
+    rows = slice(short[0, 0], short[0, 0] + short[0, 1])
+    results = []
+    for seed in range(5):
+        any_order.seed(seed)
+        results.append(problem.run("hopper", ctas=1)[rows])
+        assert np.array_equal(results[0], results[-1])
+
+
 @KINDS
 def test_company_changes_nothing(kind):
     """Three sequences alone and together: tiles begin elsewhere, rows lie elsewhere, every bit is the same."""
     sequences = [tokens(13, shared=60)[0], *tokens(30, 2, shared=66)]
-    together = Problem(sequences)
+    together = Problem(sequences, heads=1)
     got = together.run(kind)
     for i, sequence in enumerate(sequences):
-        alone = Problem([sequence])
+        alone = Problem([sequence], heads=1)
         branch = next(b for b in together.pool.branches if b.path[-1] == together.pool.last_rows[i])
         assert np.array_equal(alone.run(kind), got[branch.path])
 
 
 @KINDS
 def test_what_other_branches_hold_does_not_matter(kind):
-    problem = Problem(tokens(9, 11, shared=66))
+    problem = Problem(tokens(9, 11, shared=66), heads=1)
     clean = problem.run(kind)
     first, second = problem.pool.branches
     problem.buffer[second.path[second.start:]] = 0x7F80                     # infinities in q, k, v and gate
