@@ -181,8 +181,8 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
 
     @inline
     def pass_over(k_full, k_free, v_full, v_free, base, n, all_n):
-        """For a warp, by one lane of it: take key tiles n .. all_n - 1, which only others need, as read. One lane, because
-        nothing here holds a warp's lanes together: one that fell two rounds of a ring behind would wait for ever."""
+        """Take key tiles n .. all_n - 1, which only other warps need, as read by this one: one lane does it, because
+        nothing here holds a warp's lanes together, and one that fell two rounds of a ring behind would wait for ever."""
         for i in range(n, all_n):
             at = i32(base + i)
             slot = at & 1

@@ -109,7 +109,7 @@ def test_hopper_many_tiles():
 
 @pytest.fixture
 def any_order(monkeypatch):
-    """Simulated threads, lanes of a warp included, run in random order and stop at barriers; boxes land at random times.
+    """Threads, lanes of a warp included, run in random order and may stop at barriers; boxes land at random times.
 
     A warp's lanes may really part, and then only instructions for whole warps bring them together again."""
     random, landing = Random(0), []
