@@ -67,8 +67,8 @@ class ScriptedWorker:
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(sock, self.connections), daemon=True).start()
-                self.connections += 1
+                number, self.connections = self.connections, self.connections + 1   # before anyone can be answered
+                threading.Thread(target=self._serve, args=(sock, number), daemon=True).start()
 
     def _serve(self, sock: socket.socket, number: int) -> None:
         end, file = None, sock
