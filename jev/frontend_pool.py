@@ -24,9 +24,11 @@ class Workers:
     """The workers behind one gateway: the one with the fewest requests in hand is next, failing ones wait outside.
 
     A worker that could not be reached, gave no usable answer or answered 500 or more is set aside when there are
-    others (instant failures would otherwise look like a short queue and attract every request). A thread, alive only as
-    long as some worker is set aside, asks such workers for `/health` and brings back those that answer. When all
-    are set aside, all are used: the attempt itself is the best probe left.
+    others (instant failures would otherwise look like a short queue and attract every request). So is one that kept a
+    client waiting for longer than `/health` may take until the client left, and then does not answer `/health`
+    either: it hangs, and clients with little patience would hide that for ever. A thread, alive only as long as some
+    worker is set aside or to be asked, asks such workers for `/health` and brings back those that answer. When all are
+    set aside, all are used: the attempt itself is the best probe left.
     """
 
     def __init__(self, urls: Sequence[str], health_seconds: float, limit: int) -> None:
@@ -36,6 +38,8 @@ class Workers:
         self._turn = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._wake = threading.Event()      # there are suspects, or it is time to stop
+        self._suspects: set[Worker] = set()
         self._prober: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -59,6 +63,7 @@ class Workers:
         tried: list[Worker] = []
         while True:
             worker = self._take(tried)
+            started = time.monotonic()
             try:
                 answer = worker.exchange("POST", target, headers, body, length, deadline, self._limit, gone)
             except Unreachable as error:
@@ -69,6 +74,10 @@ class Workers:
                 continue
             except ExchangeFailed as error:
                 self._set_aside(worker, error)
+                raise
+            except ClientGone:
+                if time.monotonic() - started > self._health_seconds:
+                    self._suspect(worker)
                 raise
             finally:
                 self._put_back(worker)
@@ -133,35 +142,60 @@ class Workers:
             if len(self._workers) == 1 or self._stop.is_set():
                 return
             worker.healthy = False
-            if self._prober is None:
-                self._prober = threading.Thread(target=self._probe, name="jev-frontend-probe", daemon=True)
-                self._prober.start()
+            self._start_prober()
+
+    def _suspect(self, worker: Worker) -> None:
+        """Have the worker asked for `/health` at once, and set aside if it does not answer."""
+        with self._lock:
+            if len(self._workers) == 1 or self._stop.is_set() or not worker.healthy:
+                return
+            self._suspects.add(worker)
+            self._wake.set()
+            self._start_prober()
+
+    def _start_prober(self) -> None:
+        if self._prober is None:
+            self._prober = threading.Thread(target=self._probe, name="jev-frontend-probe", daemon=True)
+            self._prober.start()
 
     def _probe(self) -> None:
-        while not self._stop.wait(COOL_DOWN_SECONDS):
+        while not self._stop.is_set():
+            if self._wake.wait(COOL_DOWN_SECONDS):
+                self._wake.clear()
             with self._lock:
-                aside = [worker for worker in self._workers if not worker.healthy]
-                if not aside:
+                suspects, self._suspects = self._suspects, set()
+                aside = [] if suspects else [worker for worker in self._workers if not worker.healthy]
+                if not suspects and not aside:
                     self._prober = None
                     return
-            for worker in aside:
-                deadline = time.monotonic() + self._health_seconds
-                try:
-                    answer = worker.exchange("GET", "/health", [], None, 0, deadline, self._limit, self._stop.is_set)
-                except (Unreachable, ExchangeFailed, ClientGone):
-                    continue
-                if answer.status < 500:  # 401 when the worker wants a key: it is there all the same
+            for worker in suspects or aside:
+                failure = self._failure(worker)
+                if failure is None and not worker.healthy:
                     logger.info("worker %s: back", worker.name)
                     with self._lock:
                         worker.healthy = True
+                elif failure is not None and worker.healthy and not self._stop.is_set():
+                    self._set_aside(worker, f"a client waited and left, and now /health: {failure}")
+
+    def _failure(self, worker: Worker) -> object:
+        """What is wrong with the worker's `/health`, or None."""
+        deadline = time.monotonic() + self._health_seconds
+        try:
+            answer = worker.exchange("GET", "/health", [], None, 0, deadline, self._limit, self._stop.is_set)
+        except (Unreachable, ExchangeFailed, ClientGone) as error:
+            return error
+        # 401 when the worker wants a key: it is there all the same.
+        return None if answer.status < 500 else f"it answered {answer.status}"
 
     def drain(self) -> None:
         """The gateway is about to end: no worker is worth probing any more. Requests still pass."""
         self._stop.set()
+        self._wake.set()
 
     def close(self) -> None:
         """End the probing thread and the idle connections. Call it when no request is left."""
         self._stop.set()
+        self._wake.set()
         with self._lock:
             prober = self._prober
         if prober is not None:

@@ -110,6 +110,48 @@ def test_a_failing_worker_is_set_aside_until_it_is_well(two, failing):
         assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "jev-frontend-probe"])
 
 
+def hang(sock, request):
+    time.sleep(30)
+    return "cut"
+
+
+def leave(gate, seconds):
+    """A client that waits for so long and goes; True if it was answered."""
+    with gate.connect() as sock:
+        sock.settimeout(seconds)
+        sock.sendall(b"POST /v1/systemone HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
+        with contextlib.suppress(TimeoutError):
+            return bool(sock.recv(100))
+    return False
+
+
+def test_a_worker_that_hangs_is_set_aside_though_no_client_waits_for_its_end(two, caplog):
+    a, b = two
+    a.script = hang
+    with gateway(a.url, b.url, health_timeout_ms=200) as gate:
+        while leave(gate, 0.6):
+            pass
+        assert eventually(lambda: f"worker {a.url}: a client waited and left" in caplog.text)
+        assert [gate.ask().body for _ in range(6)] == [b"b"] * 6
+        assert len(decisions(a)) == 1
+        a.script = answer("200 OK", b"a")
+        assert eventually(lambda: gate.ask().body == b"a")
+
+
+def test_a_slow_worker_that_is_well_is_kept_when_a_client_leaves(two, caplog):
+    a, b = two
+    for worker in two:
+        worker.script = lambda sock, request: (
+            hang(sock, request) if request.line.startswith("POST") else sock.sendall(reply()))
+    with gateway(a.url, b.url, health_timeout_ms=200) as gate:
+        assert not leave(gate, 0.6)
+        assert eventually(lambda: [r.line for w in two for r in w.requests if r.line.startswith("GET")])
+        assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "jev-frontend-probe"])
+        assert not leave(gate, 0.1)                          # too short a wait to suspect anyone
+    assert "worker http" not in caplog.text
+    assert len([r for w in two for r in w.requests if r.line.startswith("GET")]) == 1
+
+
 def test_a_worker_that_wants_a_key_counts_as_well(two):
     a, b = two
     a.script = lambda sock, request: True
