@@ -213,7 +213,7 @@ def _import(name: str) -> Any:
     try:
         return __import__(name)
     except ImportError as error:
-        raise CheckpointError(f"making an export needs {name}: pip install 'jev[export]' ({error})") from None
+        raise CheckpointError(f"making an export needs {name}: in the checkout, pip install '.[export]' ({error})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

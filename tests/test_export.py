@@ -548,5 +548,5 @@ def test_the_recipe_is_the_command(tmp_path):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    with pytest.raises(CheckpointError, match=r"needs no_such_package: pip install 'jev\[export\]'"):
+    with pytest.raises(CheckpointError, match=r"needs no_such_package: in the checkout, pip install '\.\[export\]'"):
         export._import("no_such_package")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,74 +10,52 @@ from dataclasses import fields
 
 import pytest
 
+from jev.checkpoint import PINNED
 from jev.frontend import GatewaySettings
 from jev.settings import Settings
-from tests.faults.harness import ROOT, connect, eventually, free_port
+from tests.faults.harness import ROOT
+from tests.faults.rehearsal import RECIPE, blocks, downloads, environments, follow, write_downloads
 
-RECIPE = (ROOT / "recipe/open_jev/native.md").read_text()
-
-
-def blocks(kind: str) -> dict[str, str]:
-    """Code blocks by the name in the comment before them: <!-- kind: name -->."""
-    return {name: code for name, code in re.findall(rf"<!-- {kind}: (.+?) -->\n```\w+\n(.*?)```", RECIPE, re.S)}
-
-
-def listening(port: int) -> bool:
-    try:
-        connect(port).close()
-    except ConnectionError:
-        return False
-    return True
 
 
 def test_the_recipe_ends_with_an_answer_through_the_gateway(tmp_path):
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    command = bin_folder / "jev"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.faults.rehearsal "$@"\n')
-    command.chmod(0o755)
-    subprocess.run([command, "inputs", tmp_path], cwd=ROOT, check=True, timeout=60)
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OPEN_JEV_", "OMNI_JEV_", "CUA_S1_"))}
-    port, gateway_port = free_port(), free_port()
-    env = {**clean, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1",
-           **{name.upper(): str(tmp_path / name) for name in ("base", "checkpoint", "export")},
-           "PORT": str(port), "GATEWAY_PORT": str(gateway_port)}
-    steps = blocks("rehearsed")
-    assert list(steps) == ["export", "serve", "ask the worker", "gateway", "ask the gateway"]
+    """With stand-ins for torch and transformers, and those only where the recipe installs them.
 
-    def run(name: str) -> str:
-        command = ["sh", "-ec", steps[name]]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{name}: {done.stdout}\n{done.stderr}"
-        return done.stdout
+    tests/parity/test_recipe_parity.py does the same with the real ones.
+    """
+    follow(tmp_path, "stand-ins")
 
-    def start(name: str, port: int) -> subprocess.Popen:
-        with (tmp_path / f"{name}.log").open("wb") as log:
-            # The last command of a step replaces the shell, so that signals reach it.
-            before, _, last = steps[name].strip().rpartition("\n")
-            first_word = next(i for i, word in enumerate(last.split(" ")) if "=" not in word)
-            words = last.split(" ")
-            last = " ".join([*words[:first_word], "exec", *words[first_word:]])
-            child = subprocess.Popen(["sh", "-ec", f"{before}\n{last}"], cwd=ROOT, env=env, stdout=log, stderr=log)
-        assert eventually(lambda: child.poll() is not None or listening(port), 90)
-        assert child.poll() is None, (tmp_path / f"{name}.log").read_text()
-        return child
 
-    assert "a complete export" in run("export")
-    children = []
-    try:
-        children.append(start("serve", port))
-        direct = run("ask the worker")
-        children.append(start("gateway", gateway_port))
-        through = json.loads(run("ask the gateway"))
-    finally:
-        for child in reversed(children):
-            child.terminate()
-            assert child.wait(20) == 0
-    assert set(through["answers"]) == {"next_step", "urgent", "upset"}
-    health, end = json.JSONDecoder().raw_decode(direct)
-    assert health["status"] == "ready"
-    assert json.loads(direct[end:])["answers"] == through["answers"]
+def test_an_environment_without_the_extra_cannot_export(tmp_path):
+    """What ``follow`` relies on: the wrong environment is not helped out."""
+    write_downloads(tmp_path, real_torch=False)
+    (_, base), (_, repository) = downloads()
+    command = [sys.executable, "-m", "tests.faults.rehearsal", "absent", "export", "--base", tmp_path / base,
+               "--checkpoint", tmp_path / repository / "package/checkpoint", "--out", tmp_path / "out"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "needs torch: in the checkout, pip install '.[export]'" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["README.md", "recipe/open_jev/native.md"])
+def test_exports_are_made_where_the_extra_is(name):
+    text = (ROOT / name).read_text()
+    place, = (f"{folder}/bin/" for folder, extra in environments(text).items() if extra == "export")
+    for command in ("jev export --", "hf download"):
+        assert set(re.findall(rf"^ *(\S*){command}", text, re.M)) <= {place}
+    assert f"{place}jev export --" in text
+
+
+def test_the_recipe_downloads_what_is_pinned():
+    source = next(p for p in PINNED if p.alias.endswith("27b") or "27B" in p.title)
+    assert [repo for repo, _ in downloads()] == [source.model_id, source.checkpoint_repo]
+    for p in PINNED:
+        for revision in (p.base_revision, p.checkpoint_revision):
+            assert f"`{revision}`" in RECIPE
+    assert re.findall(r"--revision (\S+)", RECIPE) == [source.base_revision, source.checkpoint_revision]
+
+
+def test_no_key_can_be_copied():
+    assert not re.search(r"^ *OPEN_JEV_API_KEY=", RECIPE, re.M)
 
 
 def test_every_setting_is_in_the_recipe_with_its_default():
