@@ -25,14 +25,14 @@ from dataclasses import dataclass, field, fields
 from urllib.parse import quote_from_bytes, urlsplit
 
 from flask import Flask, request
-from waitress.parser import HTTPRequestParser, get_header_lines
+from waitress.parser import get_header_lines
 from waitress.utilities import build_http_date
 from werkzeug.exceptions import HTTPException
 from werkzeug.http import HTTP_STATUS_CODES
 
 from jev.frontend_http import Answer, ClientGone, ExchangeFailed, Unreachable, end_to_end
 from jev.frontend_pool import Workers
-from jev.server import Server, _Channel, _Task, bind
+from jev.server import Server, _Channel, _Parser, _Task, bind
 from jev.settings import SettingsError
 
 logger = logging.getLogger("jev.frontend")
@@ -128,7 +128,7 @@ def parse_backends(text: str) -> list[str]:
     return urls
 
 
-class GatewayParser(HTTPRequestParser):
+class GatewayParser(_Parser):
     """Keeps the header lines as they were sent; WSGI's own form joins repetitions and drops names with underscores."""
 
     header_items: list[tuple[str, str]] = []

@@ -10,19 +10,24 @@ full worker still says 503 and answers ``/health`` at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from waitress import wasyncore
 from waitress.adjustments import Adjustments
+from waitress.buffers import OverflowableBuffer
 from waitress.channel import HTTPChannel
+from waitress.parser import HTTPRequestParser
 from waitress.server import TcpWSGIServer
 from waitress.task import ThreadedTaskDispatcher, WSGITask
+from waitress.utilities import Error
 
 from jev.settings import Settings
 
@@ -38,6 +43,44 @@ DRAIN_ROUND_SECONDS = 0.02
 # The application refuses bodies over 4 MiB in JSON; this one ends what would fill the disk, in waitress's plain text.
 # Far above the 4 MiB because it counts the framing of chunks too.
 MAX_BODY_BYTES = 64 * 2**20
+
+
+class _NoRoom(Error):
+    code = 503
+    reason = "Service Unavailable"
+
+
+class _Spool(OverflowableBuffer):
+    """A request's body. When it cannot be kept (no space, no descriptor) the rest of it is taken in and dropped."""
+
+    failed = False
+
+    def append(self, data: bytes) -> None:
+        if self.failed:
+            return
+        try:
+            super().append(data)
+        except OSError as error:
+            logger.error("a request's body cannot be kept: %s", error.strerror)
+            self.close()
+            self.buf, self.strbuf, self.failed = None, b"", True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):      # a file that could not be written is written once more by closing it
+            super().close()
+
+
+class _Parser(HTTPRequestParser):
+    def parse_header(self, header_plus: bytes) -> None:
+        super().parse_header(header_plus)
+        if self.body_rcv is not None:
+            self.body_rcv.buf = _Spool(self.adj.inbuf_overflow)
+
+    def received(self, data: bytes) -> int:
+        consumed = super().received(data)
+        if self.completed and not self.error and self.body_rcv is not None and self.body_rcv.buf.failed:
+            self.error = _NoRoom("no room for the body of this request")
+        return consumed
 
 
 class _Task(WSGITask):
@@ -57,7 +100,21 @@ class _Task(WSGITask):
 
 
 class _Channel(HTTPChannel):
+    parser_class = _Parser
     task_class = _Task
+
+    def service(self) -> None:
+        try:
+            super().service()
+        except BaseException:
+            # Waitress logs it and would keep the connection and its request for ever.
+            with self.requests_lock:
+                for request in self.requests:
+                    request.close()
+                self.requests = []
+                self.will_close = True
+            self.server.pull_trigger()
+            raise
 
     def idle(self) -> bool:
         """Nothing is being computed or sent. A request that has not arrived completely counts for nothing."""
@@ -118,6 +175,7 @@ class Server:
             sockets=[sock], threads=settings.queue + SPARE_THREADS, backlog=1024, ident=None,
             connection_limit=_connection_limit(), asyncore_use_poll=True,
             channel_request_lookahead=1,        # keep reading while a request runs: how a disconnect is noticed
+            outbuf_overflow=sys.maxsize,        # an answer is whole in memory already: no disk, which may be full
             max_request_body_size=MAX_BODY_BYTES, clear_untrusted_proxy_headers=True)
         adjustments.send_bytes = 1              # send from the thread that has the answer, not from the event loop
         self._waitress = _Waitress(
@@ -132,7 +190,7 @@ class Server:
             self._waitress.pull_trigger()
 
     def run(self) -> bool:
-        """Serve until stopped. True when everything admitted was answered."""
+        """Serve until stopped. True when everything admitted was answered, whether or not its client took it."""
         try:
             while not self._stopping:
                 self._round(ROUND_SECONDS)
@@ -156,11 +214,16 @@ class Server:
             for channel in list(self._waitress.active_channels.values()):
                 if channel.idle():
                     channel.handle_close()
-            if not self._waitress.active_channels and not self.engine.pending:
+            channels = list(self._waitress.active_channels.values())
+            if not channels and not self.engine.pending:
                 return True
             if self._abandon or time.monotonic() >= deadline:
-                logger.error("gave up on %d requests", self.engine.pending)
-                return False
+                unanswered = max(self.engine.pending, sum(bool(channel.requests) for channel in channels))
+                if unanswered:
+                    logger.error("gave up on %d requests", unanswered)
+                else:
+                    logger.warning("%d answers not taken by their clients", len(channels))
+                return not unanswered
             self._round(DRAIN_ROUND_SECONDS)
 
     def _round(self, seconds: float) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import random
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from types import SimpleNamespace
 
 import pytest
 
 from jev.app import MAX_BODY_BYTES
-from jev.server import Server
+from jev.server import Server, bind
 from tests.fakes import FakeBackbone, Worker, body, choice, demo_export, eventually, post, request, serving
 
 DATA = body(request())
@@ -148,6 +152,85 @@ def test_garbage_does_not_bring_it_down(server):
             status = int(answer.split(b" ", 2)[1]) if answer else 400
             assert status in (200, 499, 501) or 400 <= status < 500
     assert ask(server)[0] == 200
+
+
+def test_a_body_for_which_the_disk_has_no_room_is_refused_in_words(server, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("waitress.buffers.TempfileBasedBuffer.__init__", full)
+    large = bytes(3 * 2**20)
+    for sent in (message(large, f"Content-Length: {len(large)}"),
+                 message(chunked(large, 65536), "Transfer-Encoding: chunked")):
+        assert read_all(raw(server, sent)).startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert ask(server)[0] == 200
+
+
+@contextlib.contextmanager
+def application(app, drain_seconds=20):
+    """`app` on a server without an engine: (the server, what run returned)."""
+    sock = bind("127.0.0.1", 0)
+    engine = SimpleNamespace(pending=0, drain=lambda: None)
+    server = Server(app, engine, SimpleNamespace(queue=2, drain_seconds=drain_seconds), sock)
+    returned = []
+    thread = threading.Thread(target=lambda: returned.append(server.run()))
+    thread.start()
+    try:
+        yield server, returned
+    finally:
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def large_answer(environ, start_response):
+    start_response("200 OK", [("Content-Length", str(20 * 2**20))])
+    return [bytes(20 * 2**20)]
+
+
+def test_large_answers_need_no_disk(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("waitress.buffers.TempfileBasedBuffer.__init__", full)
+    with application(large_answer) as (server, _):
+        for _ in range(2):
+            got = read_all(raw(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"))
+            assert got.startswith(b"HTTP/1.1 200") and len(got) > 20 * 2**20
+
+
+def test_an_answer_that_cannot_be_sent_ends_its_connection(monkeypatch):
+    def broken(*_):
+        raise MemoryError
+    with application(large_answer) as (server, returned):
+        monkeypatch.setattr("waitress.buffers.OverflowableBuffer.append", broken)
+        with raw(server, b"GET / HTTP/1.1\r\n\r\n") as sock:
+            assert read_all(sock) == b""
+        started = time.monotonic()
+    assert returned == [True] and time.monotonic() - started < 10
+
+
+def test_an_answer_that_its_client_does_not_take_is_no_failure(caplog):
+    with application(large_answer, drain_seconds=1) as (server, returned):
+        sock = raw(server, b"GET / HTTP/1.1\r\n\r\n")
+        assert sock.recv(8) == b"HTTP/1.1"
+    sock.close()
+    assert returned == [True] and "1 answers not taken by their clients" in caplog.text and "gave up" not in caplog.text
+
+
+def test_a_request_that_is_not_answered_in_time_is_one(caplog):
+    release = threading.Event()
+
+    def waits(environ, start_response):
+        release.wait(20)
+        return large_answer(environ, start_response)
+
+    with application(waits, drain_seconds=0.5) as (server, returned):
+        sock = raw(server, b"GET / HTTP/1.1\r\n\r\n")
+        eventually(lambda: [c for c in list(server._waitress.active_channels.values()) if c.requests])
+        server.stop()
+        eventually(lambda: returned)
+        release.set()
+    sock.close()
+    assert returned == [False] and "gave up on 1 requests" in caplog.text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
