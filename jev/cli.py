@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jev import __version__
+from jev.arguments import Parser
 from jev.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -355,7 +356,7 @@ def _positive(text: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="jev", description=INTRODUCTION, formatter_class=raw)
+    parser = Parser(prog="jev", description=INTRODUCTION, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"jev {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

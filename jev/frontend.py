@@ -10,7 +10,6 @@ answer that breaks off, is too large or too slow becomes a clean 502 or 504 inst
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import json
 import logging
@@ -30,6 +29,7 @@ from waitress.utilities import build_http_date
 from werkzeug.exceptions import HTTPException
 from werkzeug.http import HTTP_STATUS_CODES
 
+from jev.arguments import Parser
 from jev.frontend_http import Answer, ClientGone, ExchangeFailed, Unreachable, end_to_end
 from jev.frontend_pool import Workers
 from jev.server import Server, _Channel, _Parser, _Task, bind
@@ -273,7 +273,7 @@ class Gateway(Server):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`jev frontend`: serve until SIGTERM or SIGINT. 0 when everything in hand was answered, 2 for a wrong setting."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jev frontend", description="A gateway in front of one or more workers.",
         epilog="Each flag overrides the environment variable of its name: --bind is OMNI_JEV_BIND.")
     for f in fields(GatewaySettings):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from jev import frontend_pool
+from jev import cli, frontend_pool
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -278,12 +278,29 @@ def test_large_uploads_are_spooled_and_the_end_is_orderly():
 
 @pytest.mark.parametrize("argv, environ", [
     (["--backend-url", "http://me:hunter2@host"], {}), ([], {"OMNI_JEV_BACKEND_URL": "http://me:hunter2@host"}),
-    (["--bind", "hunter2"], {}), (["--health-timeout-ms", "hunter2"], {})])
+    (["--bind", "hunter2"], {}), (["--health-timeout-ms", "hunter2"], {}),
+    (["http://me:hunter2@host:1"], {}), (["--worker-url", "http://me:hunter2@host"], {}),
+    (["--worker-url=http://me:hunter2@host"], {}), (["--b=hunter2"], {}), (["-hunter2"], {})])
 def test_a_wrong_setting_ends_with_one_line(argv, environ):
     done = subprocess.run([*COMMAND, *argv], cwd=ROOT, env={**os.environ, **environ},
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("jev frontend: ") and "hunter2" not in done.stderr
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["serve", "--api-key", "hunter2"], "no such flag: --api-key"), (["serve", "--api-key=hunter2"], "--api-key"),
+    (["serve", "hunter2", "x"], "2 arguments too many"), (["hunter2"], "invalid choice (choose from"),
+    (["serve", "--m=hunter2"], "ambiguous option: --m could match"), (["score", "x", "--pretty=hunter2"], "--pretty"),
+    (["score", "x", "--together", "hunter2"], "--together"), (["demo-checkpoint", "x", "--seed", "hunter2"], "--seed"),
+    (["serve", "--model"], "expected one argument")])
+def test_an_argument_out_of_place_is_not_repeated(argv, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err.startswith("jev") and said.err.count("\n") == 1
+    assert says in said.err and "hunter2" not in said.err
 
 
 def test_a_port_that_is_taken():
