@@ -1,6 +1,7 @@
 """Every setting of the worker, in one dataclass: its environment variable, its default and what it is for.
 
 Flags of ``jev serve`` override the environment; ``jev/cli.py`` builds its flags and its help from the fields here.
+One variable of a library counts too: ``OPENBLAS_NUM_THREADS``, which ``jev/cli.py`` sets to 1 unless it is set already.
 """
 
 from __future__ import annotations
