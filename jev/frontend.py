@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -30,7 +31,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.http import HTTP_STATUS_CODES
 
 from jev.arguments import Parser
-from jev.frontend_http import Answer, ClientGone, ExchangeFailed, Unreachable, end_to_end
+from jev.frontend_http import Answer, ClientGone, ExchangeFailed, OutOfSockets, Unreachable, end_to_end
 from jev.frontend_pool import Workers
 from jev.server import Server, _Channel, _Parser, _Task, bind
 from jev.settings import SettingsError
@@ -78,7 +79,13 @@ class GatewaySettings:
             values[f.name] = int(text) if high else text
         settings = cls(**values)
         settings.address()
-        settings.backends()
+        if any(url.startswith("https:") for url in settings.backends()) and environ.get("SSL_CERT_FILE"):
+            # OpenSSL passes over a file that it cannot read, and then no worker's certificate would be good.
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(environ["SSL_CERT_FILE"])
+            except OSError as error:
+                why = "no certificates in it" if isinstance(error, ssl.SSLError) else error.strerror
+                raise SettingsError(f"SSL_CERT_FILE: {why}") from None
         return settings
 
     def address(self) -> tuple[str, int]:
@@ -241,6 +248,9 @@ def _forward(send: Callable[..., Answer], environ: dict, seconds: float) -> _Rep
         if time.monotonic() >= deadline:
             return _error(504, "gateway_timeout", "the worker did not answer in time")
         return _error(502, "bad_gateway", str(error))
+    except OutOfSockets as error:
+        logger.error("%s", error.reason)
+        return _error(503, "overloaded_error", str(error), ("Retry-After", "1"))
     except ClientGone:
         return _error(499, "client_closed_request", "the client left before its answer was there")
     if answer.status not in (204, 304):

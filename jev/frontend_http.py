@@ -11,6 +11,7 @@ because the worker may have run it.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import re
 import socket
@@ -43,12 +44,43 @@ STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([\t\x20-\x7e\x8
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
-class Unreachable(Exception):
+# Conditions of this process, not of the worker: no descriptor, port or memory is left for one more connection.
+OUT_OF_SOCKETS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+
+
+class Failure(Exception):
+    """What clients are told. `reason` is for the log: more exact, and without anything that a client sent."""
+
+    @property
+    def reason(self) -> str:
+        cause = _root(self.__cause__)
+        if isinstance(cause, OSError) or type(cause) in FIXED_WORDS:
+            return f"{self}: {' '.join(str(cause).split())}"
+        return str(self)
+
+
+class Unreachable(Failure):
     """No connection to the worker: nothing of the request was sent."""
 
 
-class ExchangeFailed(Exception):
+class OutOfSockets(Failure):
+    """This process cannot open a connection, to whatever worker: nothing of the request was sent."""
+
+
+class ExchangeFailed(Failure):
     """The request was sent, at least in part, and no usable answer came back."""
+
+
+# Errors with a text of this module or a fixed one. A ValueError may quote a header, and with it a key.
+FIXED_WORDS = (http.client.HTTPException, http.client.BadStatusLine, http.client.IncompleteRead)
+
+
+def _root(error: BaseException | None) -> BaseException | None:
+    """The system's error under urllib3's, or the error itself."""
+    inner = error
+    while inner is not None and not isinstance(inner, OSError):
+        inner = inner.__cause__ or inner.__context__
+    return inner or error
 
 
 class ClientGone(Exception):
@@ -258,7 +290,7 @@ class Worker:
         """Send one request and return the whole answer, at most `limit` bytes of body, before `deadline`.
 
         `headers` are end to end; `body` is read from its position, `length` bytes. `deadline` is a
-        `time.monotonic()` value. Raises Unreachable, ExchangeFailed or ClientGone.
+        `time.monotonic()` value. Raises Unreachable, OutOfSockets, ExchangeFailed or ClientGone.
         """
         connection = self._connection(deadline)
         sock = connection.sock
@@ -344,6 +376,8 @@ class Worker:
             connection.connect()
         except (OSError, HTTPError) as error:
             connection.close()
+            if getattr(_root(error), "errno", None) in OUT_OF_SOCKETS:
+                raise OutOfSockets("no more connections to workers can be opened now") from error
             raise Unreachable(f"no connection to the worker ({type(error).__name__})") from error
         return connection
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
-from jev.frontend_http import Answer, ClientGone, ExchangeFailed, Unreachable, Worker
+from jev.frontend_http import Answer, ClientGone, ExchangeFailed, Failure, OutOfSockets, Unreachable, Worker
 
 logger = logging.getLogger("jev.frontend")
 
@@ -67,13 +67,13 @@ class Workers:
             try:
                 answer = worker.exchange("POST", target, headers, body, length, deadline, self._limit, gone)
             except Unreachable as error:
-                self._set_aside(worker, error)
+                self._set_aside(worker, error.reason)
                 tried.append(worker)
                 if len(tried) == len(self._workers) or time.monotonic() >= deadline:
                     raise
                 continue
             except ExchangeFailed as error:
-                self._set_aside(worker, error)
+                self._set_aside(worker, error.reason)
                 raise
             except ClientGone:
                 if time.monotonic() - started > self._health_seconds:
@@ -100,7 +100,7 @@ class Workers:
         """
         tried: list[Worker] = []
         answer: Answer | None = None
-        failure: Exception | None = None
+        failure: Failure | None = None
         while len(tried) < len(self._workers):
             worker = self._take(tried)
             now = time.monotonic()
@@ -111,7 +111,7 @@ class Workers:
                 answer = worker.exchange("GET", target, headers, body, length, share, self._limit, gone)
             except (Unreachable, ExchangeFailed) as error:
                 failure = error
-                self._set_aside(worker, error)
+                self._set_aside(worker, error.reason)
                 continue
             finally:
                 self._put_back(worker)
@@ -136,7 +136,7 @@ class Workers:
         with self._lock:
             worker.outstanding -= 1
 
-    def _set_aside(self, worker: Worker, why: object) -> None:
+    def _set_aside(self, worker: Worker, why: str) -> None:
         logger.warning("worker %s: %s", worker.name, why)
         with self._lock:
             if len(self._workers) == 1 or self._stop.is_set():
@@ -169,7 +169,11 @@ class Workers:
                     self._prober = None
                     return
             for worker in suspects or aside:
-                failure = self._failure(worker)
+                try:
+                    failure = self._failure(worker)
+                except OutOfSockets as error:
+                    logger.error("%s", error.reason)
+                    continue
                 if failure is None and not worker.healthy:
                     logger.info("worker %s: back", worker.name)
                     with self._lock:
@@ -177,13 +181,15 @@ class Workers:
                 elif failure is not None and worker.healthy and not self._stop.is_set():
                     self._set_aside(worker, f"a client waited and left, and now /health: {failure}")
 
-    def _failure(self, worker: Worker) -> object:
+    def _failure(self, worker: Worker) -> str | None:
         """What is wrong with the worker's `/health`, or None."""
         deadline = time.monotonic() + self._health_seconds
         try:
             answer = worker.exchange("GET", "/health", [], None, 0, deadline, self._limit, self._stop.is_set)
-        except (Unreachable, ExchangeFailed, ClientGone) as error:
-            return error
+        except (Unreachable, ExchangeFailed) as error:
+            return error.reason
+        except ClientGone:
+            return "not asked to the end"
         # 401 when the worker wants a key: it is there all the same.
         return None if answer.status < 500 else f"it answered {answer.status}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -17,6 +18,9 @@ from pathlib import Path
 import pytest
 
 from jev import cli, frontend_pool
+from jev.frontend import GatewaySettings
+from jev.frontend_http import ExchangeFailed
+from jev.settings import SettingsError
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -173,6 +177,32 @@ def test_all_are_used_when_all_fail(two):
         assert gate.ask().status == 502
 
 
+def test_running_out_of_descriptors_is_not_the_workers_fault(two, monkeypatch, caplog):
+    with gateway(*(worker.url for worker in two)) as gate:
+        with monkeypatch.context() as patch:
+            def no_socket(*_, **__):
+                raise OSError(errno.EMFILE, "Too many open files")
+            patch.setattr("urllib3.util.connection.create_connection", no_socket)
+            for got in [gate.ask() for _ in range(4)] + [gate.health()]:
+                assert got.status == 503 and got.all("Retry-After") == ["1"] and b"connections" in got.body
+        assert "[Errno 24] Too many open files" in caplog.text and "worker http" not in caplog.text
+        assert {gate.ask().body for _ in range(2)} == {b"a", b"b"}
+
+
+def test_the_log_says_why_and_repeats_nothing_of_a_request(two, caplog):
+    a, b = two
+    a.close()
+    b.script = lambda sock, request: sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n")
+    with gateway(a.url, b.url) as gate:
+        assert gate.ask(Authorization="Bearer hunter2").status == 502
+        assert gate.ask(Authorization="Bearer hunter2").status == 502
+    assert "no connection to the worker (NewConnectionError): [Errno 111] Connection refused" in caplog.text
+    assert "no usable answer from the worker (HTTPException): an invalid Content-Length" in caplog.text
+    error = ExchangeFailed("no usable answer")
+    error.__cause__ = ValueError("Invalid header value b'hunter2'")
+    assert error.reason == "no usable answer" and "hunter2" not in caplog.text
+
+
 def test_one_worker_is_never_set_aside():
     with ScriptedWorker(lambda sock, request: True) as worker, gateway(worker.url) as gate:
         assert [gate.ask().status for _ in range(3)] == [502] * 3
@@ -198,7 +228,7 @@ def test_health_is_that_of_any_ready_worker(two):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_a_worker_behind_tls(tmp_path, monkeypatch):
+def test_a_worker_behind_tls(tmp_path, monkeypatch, caplog):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
                     "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=test", "-addext",
@@ -208,7 +238,7 @@ def test_a_worker_behind_tls(tmp_path, monkeypatch):
     with ScriptedWorker(lambda sock, request: sock.sendall(reply("200 OK", request.body)), tls=context) as worker:
         with gateway(worker.url) as gate:
             assert gate.ask().status == 502                                      # nobody vouches for the certificate
-        assert worker.requests == []
+        assert worker.requests == [] and "certificate verify failed: self" in caplog.text
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         with gateway(worker.url, health_timeout_ms=1500) as gate:
             body = bytes(range(256)) * 4000
@@ -216,6 +246,16 @@ def test_a_worker_behind_tls(tmp_path, monkeypatch):
             assert len([r for r in worker.requests if r.connection == worker.requests[0].connection]) == 2
             worker.script = lambda sock, request: time.sleep(20)
             assert gate.health().status == 504
+
+
+def test_the_file_of_certificates_is_looked_at_before_anything_is_served(tmp_path):
+    (tmp_path / "hunter2").write_text("no certificate")
+    for name, says in ("missing", "No such file"), ("hunter2", "no certificates in it"):
+        environ = {"SSL_CERT_FILE": str(tmp_path / name), "OMNI_JEV_BACKEND_URL": "http://a,https://b"}
+        with pytest.raises(SettingsError, match=f"^SSL_CERT_FILE: {says}") as caught:
+            GatewaySettings.from_environment(environ)
+        assert "hunter2" not in str(caught.value)
+        GatewaySettings.from_environment({**environ, "OMNI_JEV_BACKEND_URL": "http://a"})     # it is not needed
 
 
 # The process -----------------------------------------------------------------------------------------------------
