@@ -47,12 +47,15 @@ class Engine:
         manifest = export.manifest
         self.max_rows = min(settings.batch_rows or backbone.max_rows, backbone.max_rows)
         if manifest.max_length > self.max_rows:
+            advice = "" if manifest.max_length > backbone.max_rows else " or raise OPEN_JEV_BATCH_ROWS"
             raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
-                               f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH or raise OPEN_JEV_BATCH_ROWS")
+                               f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH{advice}")
         self.processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix,
                                    manifest.max_length, export.config.vocab_size)
         self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe)
-        self._warm_up = self.processor.encode(contract.parse_request(WARM_UP, export.model_names))
+        prompt, = contract.parse_request(WARM_UP, export.model_names).questions[0].prompts
+        # Cut, which no request ever is: a worker for very short prompts has to start too.
+        self._warm_up = [self.processor.tokenize(prompt)[:manifest.max_length]]
         self.ready = False
         try:
             with self.scheduler.admit() as place:

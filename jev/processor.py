@@ -113,6 +113,10 @@ class Processor:
         self.separable = separable(config) and chat_prefix[-1:] in ("", "\n")
         self._longest_token = max(map(len, vocabulary))
 
+    def tokenize(self, prompt: str) -> np.ndarray:
+        """Token ids, int32 [length], of one whole prompt, however long."""
+        return self._encode_batch([self._prefix + prompt.strip() + self._suffix])[0]
+
     def encode(self, request: Request) -> list[np.ndarray]:
         """Token ids, int32 [length], of every candidate's prompt, in the order of questions and prompts.
 
@@ -124,8 +128,7 @@ class Processor:
         sequences, errors = [], []
         for question in request.questions:
             for index, parts in enumerate(question.parts):
-                text = self._prefix + "".join(parts).strip() + self._suffix
-                sequences += self._encode_batch([text])
+                sequences.append(self.tokenize("".join(parts)))
                 if len(sequences[-1]) > self.max_length:
                     errors.append(self._too_long(question, index, str(len(sequences[-1]))))
                     if len(errors) == MAX_ERRORS:

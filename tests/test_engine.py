@@ -11,7 +11,7 @@ import pytest
 
 from jev.backbone import BackendError
 from jev.contract import parse_request
-from jev.engine import ContractError, Engine, InferenceError, ShuttingDown
+from jev.engine import WARM_UP, ContractError, Engine, InferenceError, ShuttingDown
 from jev.row_pool import count_rows
 from jev.settings import Settings
 from tests.fakes import FakeBackbone, body, choice, demo_export, eventually, request
@@ -176,8 +176,24 @@ def test_a_broken_backend_is_noticed_at_start(export):
 
 
 def test_prompts_must_fit_in_a_forward(export):
-    with pytest.raises(BackendError, match="OPEN_JEV_MAX_LENGTH"):
-        Engine(export, FakeBackbone(max_rows=4095), Settings())
+    with pytest.raises(BackendError, match="lower OPEN_JEV_MAX_LENGTH$"):
+        Engine(export, FakeBackbone(max_rows=4095), Settings(batch_rows=4000))
+    with pytest.raises(BackendError, match="lower OPEN_JEV_MAX_LENGTH or raise OPEN_JEV_BATCH_ROWS$"):
+        Engine(export, FakeBackbone(), Settings(batch_rows=4095))
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_a_limit_below_the_warm_up_does_not_keep_the_worker_from_starting(start, export, length):
+    engine = start(export=replace(export, manifest=replace(export.manifest, max_length=length)))
+    assert engine.ready and engine.backbone.forwards == [(1, length)]
+    with pytest.raises(ContractError, match="the limit is"):
+        engine.answer(body(request()))
+
+
+def test_the_warm_up_is_tokenized_like_any_request(start, export):
+    engine = start()
+    sequence, = engine.processor.encode(parse_request(WARM_UP, export.model_names))
+    assert np.array_equal(engine._warm_up[0], sequence)
 
 
 def test_models(start):
