@@ -38,6 +38,8 @@ logger = logging.getLogger("jev.server")
 
 SPARE_THREADS = 16                      # beyond the queue's places: refusals, /health, /v1/models
 CONNECTIONS = 4096                      # open at a time, idle ones included, if the system lets us
+LEAST_CONNECTIONS = 64                  # even if it does not
+OTHER_DESCRIPTORS = 512
 ROUND_SECONDS = 1.0
 DRAIN_ROUND_SECONDS = 0.02
 # The application refuses bodies over 4 MiB in JSON; this one ends what would fill the disk, in waitress's plain text.
@@ -173,7 +175,7 @@ class Server:
         self._dispatcher.set_thread_count(settings.queue + SPARE_THREADS)
         adjustments = Adjustments(
             sockets=[sock], threads=settings.queue + SPARE_THREADS, backlog=1024, ident=None,
-            connection_limit=_connection_limit(), asyncore_use_poll=True,
+            connection_limit=_connection_limit(settings.queue), asyncore_use_poll=True,
             channel_request_lookahead=1,        # keep reading while a request runs: how a disconnect is noticed
             outbuf_overflow=sys.maxsize,        # an answer is whole in memory already: no disk, which may be full
             max_request_body_size=MAX_BODY_BYTES, clear_untrusted_proxy_headers=True)
@@ -230,11 +232,17 @@ class Server:
         wasyncore.loop(timeout=seconds, use_poll=True, map=self._map, count=1)
 
 
-def _connection_limit() -> int:
-    """CONNECTIONS, or what the limit on open files allows after raising it as far as an ordinary process may."""
+def _connection_limit(queue: int) -> int:
+    """CONNECTIONS, or what the limit on open files allows after raising it as far as an ordinary process may.
+
+    A connection may take two descriptors, its socket and a spooled body; a gateway's places take one more each, towards
+    a worker; weights, devices and logs need some too.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = CONNECTIONS + 512          # weights, devices, logs and spooled bodies need descriptors too
+    wanted = 2 * CONNECTIONS + queue + OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(CONNECTIONS, soft - 512))
+    if soft == resource.RLIM_INFINITY:
+        return CONNECTIONS
+    return max(LEAST_CONNECTIONS, min(CONNECTIONS, (soft - queue - OTHER_DESCRIPTORS) // 2))

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from jev.app import MAX_BODY_BYTES
-from jev.server import Server, bind
+from jev.server import Server, _connection_limit, bind
 from tests.fakes import FakeBackbone, Worker, body, choice, demo_export, eventually, post, request, serving
 
 DATA = body(request())
@@ -293,6 +293,17 @@ def test_idle_connections_beyond_the_limit_of_select(server):
     finally:
         for sock in sockets:
             sock.close()
+
+
+@pytest.mark.parametrize("soft, hard, raised, connections", [
+    (1024, 2**20, 2 * 4096 + 256 + 512, 4096), (1024, -1, 2 * 4096 + 256 + 512, 4096), (10**6, 10**6, None, 4096),
+    (-1, -1, None, 4096), (1024, 4096, 4096, 1664), (1024, 1024, 1024, 128), (256, 256, 256, 64)])
+def test_a_connection_counts_for_two_descriptors(monkeypatch, soft, hard, raised, connections):
+    limits = []
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, pair: limits.append(pair))
+    assert _connection_limit(256) == connections
+    assert limits == ([] if raised is None else [(raised, hard)])
 
 
 def test_stop_answers_what_is_running_and_then_closes(export, pool):
