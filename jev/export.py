@@ -24,13 +24,18 @@ torch and transformers come with the extra ``export`` and are imported only when
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,6 +50,7 @@ from jev_kernels import bf16
 SHARD_BYTES = 5 * 10**9
 PIECE_BYTES = 8 * 2**20  # of a tensor, read and written at a time
 UNFINISHED = ".unfinished"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json")
 TARGETS = {"full_attention": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -168,6 +174,15 @@ def read_adapter(checkpoint: Path, config: ModelConfig, rank: int) -> Adapter:
     return Adapter(scaling, {f"{m}.weight": (matrices[m, "A"], matrices[m, "B"]) for m in wanted})
 
 
+def check_factors(adapter: Adapter) -> None:
+    """Read every LoRA matrix once. Raises CheckpointError naming one that holds a number that is not finite."""
+    for name, pair in adapter.pairs.items():
+        for side, entry in zip("AB", pair):
+            for piece in read_pieces(entry):
+                if not np.isfinite(bf16.to_float32(piece) if entry.dtype == "BF16" else piece).all():
+                    raise CheckpointError(f"{entry.path}: lora_{side} of {name} is not finite")
+
+
 def read_head(path: Path, width: int) -> tuple[list[float], float]:
     """(weight of ``width`` numbers, bias) from ``head.pt``, which is unpickled without running any code of its own.
 
@@ -213,7 +228,8 @@ def _import(name: str) -> Any:
     try:
         return __import__(name)
     except ImportError as error:
-        raise CheckpointError(f"making an export needs {name}: in the checkout, pip install '.[export]' ({error})") from None
+        raise CheckpointError(f"making an export needs {name}: in the checkout, pip install '.[export]' "
+                              f"({error})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,7 +242,7 @@ def read_pieces(entry: TensorEntry) -> Iterator[np.ndarray]:
     Read, not mapped, into fresh memory, and dropped from the page cache afterwards: neither grows with the file.
     """
     dtype = np.dtype({"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[entry.dtype])
-    with open(entry.path, "rb", buffering=0) as file:
+    with naming(entry.path), open(entry.path, "rb", buffering=0) as file:
         file.seek(entry.start)
         for at in range(0, entry.size, PIECE_BYTES):
             piece = np.empty(min(PIECE_BYTES, entry.size - at) // dtype.itemsize, dtype)
@@ -276,6 +292,16 @@ def merged_pieces(name: str, base: TensorEntry, adapter: Adapter) -> Iterator[np
             at += piece.size
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of reading or writing, which names no file, ``path``."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def drop_cache(file: BinaryIO, start: int = 0, size: int = 0) -> None:
     """Tell the system that these bytes of the file will not be needed again (all of it for size 0)."""
     if hasattr(os, "posix_fadvise"):
@@ -298,7 +324,8 @@ def write_export(path: str | Path, config_json: Mapping[str, Any],
     shard_bytes: the most bytes of tensors in one file (a larger tensor gets a file of its own).
     progress: called with the number of bytes after each piece.
 
-    Work goes to ``<path>.unfinished`` beside ``path``; it is removed on an error. One left by a killed process is
+    Work goes to ``<path>.unfinished`` beside ``path``; it is removed on an error, and on a signal whose handler raises,
+    as are folders made above it. One left by a killed process is
     refused, never reused: which of its bytes reached the disk is unknown. Raises CheckpointError for an existing path,
     leftovers, a disk too small (before the first byte), or tensors other than those of the configuration.
     """
@@ -306,11 +333,12 @@ def write_export(path: str | Path, config_json: Mapping[str, Any],
     config = ModelConfig.from_json(config_json)
     plan = _plan_shards(config.tensor_shapes(), shard_bytes)
     total = sum(2 * math.prod(shape) for shard in plan for shape in shard.values())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    needed, free = total + sum(map(len, files.values())) + 16 * 2**20, shutil.disk_usage(path.parent).free
+    new = [folder for folder in path.parents if not os.path.lexists(folder)]  # deepest first
+    disk = new[-1].parent if new else path.parent
+    needed, free = total + sum(map(len, files.values())) + 16 * 2**20, shutil.disk_usage(disk).free
     if free < needed:
-        raise CheckpointError(f"{path.parent}: the export needs {needed / 1e9:.2f} GB of disk, "
-                              f"{free / 1e9:.2f} GB are free")
+        raise CheckpointError(f"{disk}: the export needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free")
+    path.parent.mkdir(parents=True, exist_ok=True)
     work.mkdir()
     try:
         names = [WEIGHTS_FILE]
@@ -329,11 +357,18 @@ def write_export(path: str | Path, config_json: Mapping[str, Any],
             raise CheckpointError(f"{path}: more tensors than the configuration has")
         _write(work / f"{MANIFEST_FILE}.new", json.dumps(manifest.to_json(), allow_nan=False).encode() + b"\n")
         os.replace(work / f"{MANIFEST_FILE}.new", work / MANIFEST_FILE)
+        _sync_folder(work)
         if replace_existing and os.path.lexists(path):
             shutil.rmtree(path)
         os.rename(work, path)
+        for folder in (path.parent, *(folder.parent for folder in new)):
+            _sync_folder(folder)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        with undisturbed():
+            shutil.rmtree(work, ignore_errors=True)
+            with suppress(OSError):  # not empty: somebody else uses it
+                for folder in new:
+                    folder.rmdir()
         raise
 
 
@@ -362,8 +397,35 @@ def _plan_shards(shapes: Mapping[str, tuple[int, ...]], shard_bytes: int) -> lis
     return shards
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore the signals that ask a program to end. Other threads than the main one get none anyhow."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in ENDING]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder as durable as the files; file systems that know no such thing are let be."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with naming(path):
+            os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(folder)
+
+
 def _write(path: Path, contents: bytes) -> None:
-    with open(path, "xb") as file:
+    with naming(path), open(path, "xb") as file:
         file.write(contents)
         file.flush()
         os.fsync(file.fileno())
@@ -377,7 +439,7 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, prog
         end = header[name]["data_offsets"][1]
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    with open(path, "xb") as file:
+    with naming(path), open(path, "xb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for name, shape in shapes.items():
             given, pieces = next(stream, (None, ()))
@@ -441,6 +503,7 @@ def export_merged(base: str | Path, checkpoint: str | Path, out: str | Path, max
     adapter = read_adapter(checkpoint, config, model.integer("lora_rank"))
     weight, bias = read_head(checkpoint / "head.pt", config.hidden_size)
     prefix, suffix = chat_frame(base)
+    check_factors(adapter)
     manifest = Manifest(source.model_id, source.base_revision, source.checkpoint_revision,
                         temperature.number("temperature"), max_length, prefix, suffix, tuple(weight), bias)
     text = base_json.get("text_config", base_json)
@@ -470,16 +533,51 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-length", type=int, default=4096,
                         help=f"most tokens of one prompt, up to {MAX_LENGTH_LIMIT} (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    try:
-        export_merged(arguments.base, arguments.checkpoint, arguments.out, arguments.max_length)
-    except (CheckpointError, OSError) as error:
-        print(f"jev export: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("jev export: interrupted; what had been written was removed", file=sys.stderr)
-        return 130
+    with raising_signals():
+        try:
+            export_merged(arguments.base, arguments.checkpoint, arguments.out, arguments.max_length)
+        except (CheckpointError, OSError) as error:
+            print(f"jev export: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt as error:
+            work = f"{os.path.abspath(arguments.out)}{UNFINISHED}"
+            left = f"{work} is there, unfinished: remove it" if os.path.lexists(work) else "nothing unfinished is left"
+            print(f"jev export: interrupted; {left}", file=sys.stderr)
+            return 128 + (error.number if isinstance(error, Ended) else signal.SIGINT)
     print(f"wrote {arguments.out}")
     return 0
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asked the program to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def raising_signals() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP raise Ended, unless whoever started the program had them ignored (nohup).
+
+    Within a second of one, others do nothing: they often come in twos, and the second would break off the clean-up.
+    """
+    last = -math.inf
+
+    def end(number: int, frame: object) -> None:
+        nonlocal last
+        if time.monotonic() - last > 1:
+            last = time.monotonic()
+            raise Ended(number)
+    before = []
+    if threading.current_thread() is threading.main_thread():
+        before = [(number, signal.signal(number, end)) for number in ENDING
+                  if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

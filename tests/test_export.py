@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -316,6 +319,18 @@ def test_a_delta_that_is_not_finite(folder, value, where):
     refuses(folder, "layers.1.self_attn.q_proj.weight", "not finite", ADAPTER)
 
 
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("side", "AB")
+def test_factors_that_are_not_finite_are_found_before_writing(folder, monkeypatch, dtype, value, side):
+    tensors = export_inputs.adapter_tensors(0)
+    tensors[Q_A.replace("lora_A", f"lora_{side}")][-1, -1] = value
+    convert = {"F32": np.asarray, "F16": np.float16, "BF16": bf16.from_float32}[dtype]
+    save(folder / "checkpoint" / ADAPTER, {name: (dtype, convert(x)) for name, x in tensors.items()})
+    monkeypatch.setattr(export, "write_export", lambda *a, **k: pytest.fail("writing began"))
+    refuses(folder, f"lora_{side} of layers.1.self_attn.q_proj.weight is not finite", ADAPTER)
+
+
 def test_a_sum_that_is_not_finite(folder, monkeypatch):
     monkeypatch.setattr(export, "torch_matmul", lambda b, a: np.full((b.shape[0], a.shape[1]), 3e38, np.float32) / 1.5)
     shard = folder / "base" / "model-00001-of-00002.safetensors"
@@ -356,6 +371,7 @@ def test_too_little_disk(folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 10**5))
     monkeypatch.setattr(export, "bf16_pieces", lambda entry: pytest.fail("read before the disk was checked"))
     refuses(folder, "GB of disk", "are free")
+    refuses(folder, f"{folder}: ", "GB of disk", out="new/folders/out")
 
 
 # --- which revision a folder holds
@@ -482,6 +498,50 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_folders_made_for_an_export_that_fails_go_too(tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="more tensors"):
+        write_export(tmp_path / "there/new/folders/out", TEXT_CONFIG, [*good_stream(), ("x", [])], manifest(), FILES)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
+@pytest.mark.parametrize("limit, file", [(100_000, "model.safetensors"), (50, "config.json")])
+def test_a_file_that_cannot_be_written_is_named(tmp_path, limit, file):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            write_export(tmp_path / "out", TEXT_CONFIG, good_stream(), manifest(), FILES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == f"[Errno 27] File too large: '{tmp_path / 'out.unfinished' / file}'"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    entry = checkpoint.TensorEntry(Path("/proc/self/mem"), "BF16", (4,), 0, 8)  # nothing is mapped at address 0
+    with pytest.raises(OSError, match="Input/output error: '/proc/self/mem'"):
+        read_matrix(entry)
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    did = []
+
+    def sync(file, real=os.fsync):
+        did.append(os.readlink(f"/proc/self/fd/{file}").replace(str(tmp_path), ""))
+        real(file)
+
+    def rename(old, new, real=os.rename):
+        did.append("rename")
+        real(old, new)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    write_export(tmp_path / "new/out", TEXT_CONFIG, good_stream(), manifest(), FILES)
+    work = "/new/out.unfinished"
+    assert sorted(did[:3]) == [f"{work}/config.json", f"{work}/model.safetensors", f"{work}/tokenizer.json"]
+    assert did[3:] == [f"{work}/open_jev_export.json.new", work, "rename", "/new", ""]
+
+
 def test_the_manifest_comes_last(tmp_path, monkeypatch):
     """At every moment of the writing, whatever exists is refused; ``out`` appears whole."""
     work, seen = tmp_path / "out.unfinished", []
@@ -531,6 +591,74 @@ def test_the_command_reports_what_failed(folder, capsys, monkeypatch):
     assert export.main(command(folder)) == 1 and "No space left" in capsys.readouterr().err
     monkeypatch.setattr(export, "export_merged", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     assert export.main(command(folder)) == 130 and "interrupted" in capsys.readouterr().err
+
+
+SLOWLY = """
+import sys, time
+from jev import checkpoint, cli, export
+from tests import export_inputs, test_export
+
+def slowly(entry, real=export.bf16_pieces):
+    for piece in real(entry):
+        time.sleep(0.2)
+        yield piece
+
+checkpoint.PINNED = (export_inputs.SOURCE,)
+export.bf16_pieces = slowly
+export.torch_matmul = test_export.fused_matmul
+export.read_head = lambda path, width: (list(test_export.WEIGHT), 0.5)
+export.chat_frame = lambda base: ("", "")
+sys.exit(cli.main(["export", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("signals, ignored, status", [
+    ([signal.SIGINT], None, [130]), ([signal.SIGTERM, signal.SIGHUP], None, [129, 143]),
+    ([signal.SIGHUP, signal.SIGTERM], signal.SIGHUP, [143])])
+def test_the_command_ends_on_a_signal_and_leaves_nothing(inputs, tmp_path, signals, ignored, status):
+    def prepare():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # of a program in the foreground
+        if ignored:
+            signal.signal(ignored, signal.SIG_IGN)
+    arguments = [f"--base={inputs / 'base'}", f"--checkpoint={inputs / 'checkpoint'}", f"--out={tmp_path / 'new/out'}"]
+    child = subprocess.Popen([sys.executable, "-c", SLOWLY, *arguments], cwd=Path(__file__).parents[1], text=True,
+                             stderr=subprocess.PIPE, preexec_fn=prepare)
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "new/out.unfinished/model.safetensors").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        for number in (signal.SIGSTOP, *signals, signal.SIGCONT):  # all at once
+            child.send_signal(number)
+        said = child.communicate(timeout=60)[1]
+    finally:
+        child.kill()
+    assert child.returncode in status, said
+    assert said.endswith("\njev export: interrupted; nothing unfinished is left\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_during_the_clean_up(folder, capsys, monkeypatch):
+    def remove(*a, real=shutil.rmtree, **k):
+        for number in export.ENDING:
+            os.kill(os.getpid(), number)
+        real(*a, **k)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    monkeypatch.setattr(export, "torch_matmul", lambda b, a: os.kill(os.getpid(), signal.SIGHUP))
+    assert export.main(command(folder)) == 129
+    assert capsys.readouterr().err.endswith("jev export: interrupted; nothing unfinished is left\n")
+    assert not (folder / "out").exists() and not (folder / "out.unfinished").exists()
+
+
+def test_the_command_says_what_an_interruption_left(folder, capsys, monkeypatch):
+    def interrupted(*a):
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal did not raise")
+    before = [signal.getsignal(number) for number in export.ENDING]
+    monkeypatch.setattr(export, "torch_matmul", interrupted)
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)
+    assert export.main(command(folder)) == 143
+    assert f"interrupted; {folder / 'out.unfinished'} is there, unfinished" in capsys.readouterr().err
+    assert [signal.getsignal(number) for number in export.ENDING] == before
 
 
 @pytest.mark.parametrize("arguments", [[], ["--base", "x"], ["--max-length", "many"]])
