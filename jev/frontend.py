@@ -14,6 +14,7 @@ import ipaddress
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import ssl
@@ -41,6 +42,7 @@ logger = logging.getLogger("jev.frontend")
 DECISION_SECONDS = 60.0
 MIB = 1024 * 1024
 URL_CHARACTERS = bytes(range(0x21, 0x7F))
+ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # before the path, in a target as proxies get it
 
 
 def _setting(default: str | int, high: int, help: str):
@@ -224,6 +226,9 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Flask:
     routed = app.wsgi_app
 
     def wsgi_app(environ: dict, start_response: Callable) -> Iterable[bytes]:
+        # PATH_INFO is unquoted and has its first slashes joined: another path than the one that was asked for.
+        if ABSOLUTE.sub("", environ["REQUEST_URI"]).partition("?")[0] != environ["PATH_INFO"]:
+            environ["PATH_INFO"] = "/"
         reply = direct.get((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
         return routed(environ, start_response) if reply is None else reply(environ)(environ, start_response)
 

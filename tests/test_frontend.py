@@ -143,7 +143,9 @@ def test_system_proxies_are_bypassed(worker, monkeypatch):
 @pytest.mark.parametrize("method, path, status, allow", [
     ("GET", "/v1/systemone", 405, "POST"), ("POST", "/health", 405, "GET"), ("PUT", "/v1/systemone", 405, "POST"),
     ("OPTIONS", "/health", 405, "GET"), ("GET", "/v1/models", 404, None), ("POST", "/v1/systemone/", 404, None),
-    ("POST", "/", 404, None), ("GET", "/health/../x", 404, None), ("GET", "/static/x", 404, None)])
+    ("POST", "/", 404, None), ("GET", "/health/../x", 404, None), ("GET", "/static/x", 404, None),
+    ("POST", "/v1%2Fsystemone", 404, None), ("POST", "//v1/systemone", 404, None), ("GET", "/%68ealth", 404, None),
+    ("GET", "//health", 404, None), ("POST", "/v1//systemone", 404, None), ("GET", "/health#x", 404, None)])
 def test_other_requests_are_refused_here(worker, gate, method, path, status, allow):
     got = gate.ask(method=method, path=path)
     assert got.status == status and got.all("Content-Type") == ["application/json"]
@@ -152,6 +154,22 @@ def test_other_requests_are_refused_here(worker, gate, method, path, status, all
     assert set(error["detail"]) == {"error_type", "message"}
     assert allow is None or allow in got.all("Allow")[0].split(", ")
     assert worker.requests == []
+
+
+def test_a_target_with_a_host_in_it(worker, gate):
+    got = gate.raw(b"GET http://any.example/health?x=/ HTTP/1.1\r\nConnection: close\r\n\r\n")
+    assert got.startswith(b"HTTP/1.1 200")
+    assert worker.requests[0].line == "GET /health?x=/ HTTP/1.1"
+
+
+def test_head_of_health_is_asked_as_get_and_answered_without_the_body(worker, gate):
+    with gate.connect() as sock:
+        for _ in range(2):
+            sock.sendall(b"HEAD /health HTTP/1.1\r\n\r\n")
+            head = sock.recv(65536)
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n") and head.endswith(b"\r\n\r\n")
+            assert b"Content-Length: 12\r\n" in head
+    assert [request.line for request in worker.requests] == ["GET /health HTTP/1.1"] * 2
 
 
 # Connections -----------------------------------------------------------------------------------------------------
