@@ -21,6 +21,9 @@ from jev.contract import MAX_ERRORS, ContractError, Question, Request
 from jev.strict_json import excerpt
 
 BATCH_CHARACTERS = 1 << 18
+# Tokens of all prompts of one request: 256 MiB of ids. 4,096 candidates may have 16,384 tokens each, all 65,536 may
+# have 1,024; and a small body that names far more, by many candidates over a long state, cannot take all memory.
+MAX_TOKENS = 64 << 20
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -74,6 +77,11 @@ def _without(step: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in step.items() if name != key}
 
 
+def _too_many(total: str) -> ContractError:
+    msg = f"the prompts of all candidates have {total} tokens; the limit is {MAX_TOKENS}"
+    return ContractError([{"loc": ["body", "questions"], "msg": msg, "type": "too_many_tokens"}])
+
+
 class Processor:
     """A checkpoint's tokenizer and chat template.
 
@@ -120,15 +128,19 @@ class Processor:
     def encode(self, request: Request) -> list[np.ndarray]:
         """Token ids, int32 [length], of every candidate's prompt, in the order of questions and prompts.
 
-        Raises ContractError (type "prompt_too_long") where prompts are longer than max_length; nothing is truncated.
+        Raises ContractError where prompts are longer than max_length (type "prompt_too_long") and where all of them
+        together have more than MAX_TOKENS (type "too_many_tokens"); nothing is truncated.
         """
         return self._encode_parts(request) if self.separable else self._encode_whole(request)
 
     def _encode_whole(self, request: Request) -> list[np.ndarray]:
-        sequences, errors = [], []
+        sequences, errors, total = [], [], 0
         for question in request.questions:
             for index, parts in enumerate(question.parts):
                 sequences.append(self.tokenize("".join(parts)))
+                total += len(sequences[-1])
+                if total > MAX_TOKENS:
+                    raise _too_many(f"at least {total}")
                 if len(sequences[-1]) > self.max_length:
                     errors.append(self._too_long(question, index, str(len(sequences[-1]))))
                     if len(errors) == MAX_ERRORS:
@@ -148,18 +160,21 @@ class Processor:
         # Text that cannot fit is refused before the tokenizer spends seconds and gigabytes on it.
         hopeless = {text: least for text in texts if (least := self._fewest_tokens(text)) > self.max_length}
         ids = {} if hopeless else self._encode_texts(texts)
-        errors = []
+        errors, total = [], 0
         for question, index, candidate in candidates:
             if hopeless:
                 length = sum(hopeless.get(text, 0) for text in candidate)
             else:
                 length = sum(len(ids[text]) for text in candidate)
+            total += length
             if length > self.max_length:
                 errors.append(self._too_long(question, index, f"at least {length}" if hopeless else str(length)))
                 if len(errors) == MAX_ERRORS:
                     break
         if errors:
             raise ContractError(errors)
+        if total > MAX_TOKENS:
+            raise _too_many(str(total))
         return [np.concatenate([ids[text] for text in candidate]) for _, _, candidate in candidates]
 
     def _fewest_tokens(self, text: str) -> int:

@@ -244,6 +244,23 @@ def test_any_chat_prefix(byte_tokenizer, tmp_path, prefix):
     assert lists(processor.encode(request)) == whole(processor, request, prefix, "\n")
 
 
+@pytest.mark.parametrize("splits", [QWEN3_5_SPLIT, "other"])
+def test_the_tokens_of_all_candidates_together_are_limited(byte_tokenizer, tmp_path, monkeypatch, splits):
+    config = change(byte_tokenizer, "pre_tokenizer", "pretokenizers", 0, "pattern", "Regex", value=splits)
+    processor = Processor(write(tmp_path, config), "", "", 4096)
+    request = request_of("x" * 1000, {f"q{i}": choice({"a": None, "b": None}) for i in range(4)})
+    total = sum(map(len, processor.encode(request)))
+    monkeypatch.setattr("jev.processor.MAX_TOKENS", total)
+    processor.encode(request)
+    monkeypatch.setattr("jev.processor.MAX_TOKENS", total - 1)
+    monkeypatch.setattr(np, "concatenate", None)        # refused before the prompts are put together
+    with pytest.raises(ContractError) as refused:
+        processor.encode(request)
+    error, = refused.value.errors
+    assert error["type"] == "too_many_tokens" and error["loc"] == ["body", "questions"]
+    assert str(total) in error["msg"] and f"the limit is {total - 1}" in error["msg"]
+
+
 def test_truncation_and_padding_of_the_file_are_switched_off(byte_tokenizer, tmp_path):
     config = change(byte_tokenizer, "truncation", value={
         "direction": "Right", "max_length": 10, "strategy": "LongestFirst", "stride": 0})
