@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,10 +75,6 @@ def describe(export) -> str:
 
 def serve(args: argparse.Namespace) -> int:
     import signal
-
-    from jev.app import create_app
-    from jev.server import Server, bind
-    settings = _settings(args)
     server: Server | None = None
 
     def stop(signum: int, frame: Any) -> None:
@@ -84,12 +82,18 @@ def serve(args: argparse.Namespace) -> int:
             raise SystemExit(0)
         server.stop()
     for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, stop)
+        signal.signal(name, stop)       # before the imports below, which take a second
+
+    from jev.app import create_app
+    from jev.server import Server, bind
+    settings = _settings(args)
     _set_up_logging()
     started = time.perf_counter()
-    sock = bind(settings.host, settings.port)
+    with _listening_on(settings):
+        sock = bind(settings.host, settings.port)
     engine = open_engine(settings)
-    server = Server(create_app(engine, settings), engine, settings, sock)
+    with _listening_on(settings):       # another worker may have come first while this one loaded
+        server = Server(create_app(engine, settings), engine, settings, sock)
     say(f"queue: {settings.queue} requests; forward passes of up to {engine.max_rows} rows")
     say(f"ready after {time.perf_counter() - started:.1f} s; listening on {server.url}")
     say(f"try: {_curl(server.url, settings.api_key is not None)}")
@@ -100,6 +104,15 @@ def serve(args: argparse.Namespace) -> int:
     engine.close()
     say("stopped")
     return 0
+
+
+@contextlib.contextmanager
+def _listening_on(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "; choose another port with --port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+        raise CommandError(f"cannot listen on {settings.host} port {settings.port}: {error.strerror}{hint}") from None
 
 
 def _curl(url: str, key: bool) -> str:

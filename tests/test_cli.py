@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,6 +82,24 @@ def test_mistakes_get_a_sentence_and_status_1(args, env, words):
     shown = run(*args, **env)
     assert shown.returncode == 1
     assert words.encode() in shown.stderr and b"Traceback" not in shown.stderr and shown.stdout == b""
+
+
+def test_a_port_in_use_is_named(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--model", "/nowhere", "--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"127.0.0.1 port {port}: Address already in use" in said and "--port" in said
+
+
+def test_sigterm_before_the_worker_has_loaded_ends_it_in_order(tmp_path):
+    (tmp_path / "flask.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
+    process = subprocess.Popen([sys.executable, "-m", "jev", "serve", "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE,
+                               env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    with process:
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
 
 
 def test_usage_errors_are_status_2():
