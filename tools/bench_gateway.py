@@ -4,7 +4,8 @@
 
 The worker is a process that answers at once with a fixed response, so that nothing but transport is measured. Direct
 and forwarded requests alternate in small blocks, which spreads whatever else the machine does over both. Each client
-keeps one connection. "added" is the difference of the medians; the target is at most 0.5 ms for one client.
+keeps one connection. "added" is the difference of the medians; the target is at most 0.5 ms in every case of one client,
+and the exit status says whether it was met.
 Needs nothing but this package and Linux.
 """
 
@@ -137,8 +138,11 @@ def main() -> int:
         print(f"{'':34}{'added':10}{'':9}{added:9.3f}")
         cases.append({"case": name, "clients": clients, "bytes_in": sent, "bytes_out": received, "requests": len(both[0]),
                       "direct": direct, "gateway": forwarded, "added_median_ms": added})
-    met = cases[0]["added_median_ms"] <= TARGET_MS
-    print(f"target: at most {TARGET_MS} ms added for one client: {'met' if met else 'MISSED'}")
+    judged = [case for case in cases if case["clients"] == 1]
+    for case in judged:
+        case["met"] = case["added_median_ms"] <= TARGET_MS
+        print(f"target: at most {TARGET_MS} ms added: {'met' if case['met'] else 'MISSED'} for {case['case']}")
+    met = all(case["met"] for case in judged)
     if args.out:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
         args.out.write_text(json.dumps({"machine": machine, "target_ms": TARGET_MS, "met": met, "cases": cases}, indent=2) + "\n")
