@@ -2,6 +2,9 @@
 
     POST /v1/systemone    decide          GET /health    ready?          GET /v1/models    what is served
 
+Every refusal has the contract's error shape. ``/health`` refuses nothing: with 503 too it shows the state that it was
+asked for, as ``status``.
+
 The application knows the engine's ``answer`` and the two objects it shows, and no more. Each request leaves one JSON
 line in the log ``jev.access``: who asked what never appears in it, nor in any other log.
 """
@@ -22,6 +25,7 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from jev.engine import Cancelled, ContractError, Engine, InferenceError, Refused
+from jev.scheduler import SHUTDOWN_RETRY_SECONDS
 from jev.settings import Settings
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -74,7 +78,10 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
     @app.get("/health", provide_automatic_options=False)
     def health() -> Response:
         health = engine.health()
-        return _json(200 if health["status"] == "ready" else 503, health)
+        response = _json(200 if health["status"] == "ready" else 503, health)
+        if health["status"] == "draining":
+            response.headers["Retry-After"] = str(SHUTDOWN_RETRY_SECONDS)
+        return response
 
     @app.get("/v1/models", provide_automatic_options=False)
     def models() -> Response:

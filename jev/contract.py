@@ -44,7 +44,8 @@ class ContractError(ValueError):
         self.loc = tuple(self.errors[0]["loc"])
         self.msg: str = self.errors[0]["msg"]
         self.type: str = self.errors[0]["type"]
-        super().__init__(f"{'.'.join(map(str, self.loc))}: {self.msg}")
+        # A short sentence for people; a path may have 127 keys, and whoever wants it whole has errors.
+        super().__init__(f"{excerpt('.'.join(map(str, self.loc)), 160)}: {self.msg}")
 
 
 @dataclass(frozen=True)

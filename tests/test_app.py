@@ -157,6 +157,13 @@ def test_every_valid_vector_is_answered(client, contract_vectors):
         assert list(answer.get_json()["answers"]) == [q["id"] for q in case["questions"]]
 
 
+def test_a_refusal_deep_in_a_request_is_still_a_short_sentence(client):
+    deep = '{"' + '":{"'.join("k" * 60 for _ in range(120)) + '":{"same":1,"same":2' + "}" * 121
+    error = check_error(post(client, b'{"state": ' + deep.encode() + b', "questions": {}}'), 422)
+    assert error["error"].startswith("body.state.kkk") and len(error["error"]) < 300
+    assert len(error["detail"][0]["loc"]) > 100
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Keys
 
@@ -199,8 +206,9 @@ def test_a_full_queue_is_503_and_says_when_to_come_back(export):
         engine.drain()
         response = post(client, body(request()))
         assert "shutting down" in check_error(response, 503)["error"] and "Retry-After" in response.headers
-        assert client.get("/health").status_code == 503
-        assert client.get("/health").get_json()["status"] == "draining"
+        health = client.get("/health")
+        assert health.status_code == 503 and int(health.headers["Retry-After"]) >= 1
+        assert health.get_json()["status"] == "draining" and health.get_json()["model"] == "open-jev-demo"
     finally:
         engine.close()
 
