@@ -42,7 +42,18 @@ class CommandError(Exception):
 
 def say(text: str = "") -> None:
     """To the person at the terminal: stderr, so that stdout holds results and the access log alone."""
-    print(text, file=sys.stderr, flush=True)
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):      # nobody listens any more
+            print(text, file=sys.stderr, flush=True)
+
+
+def _flush_stdout() -> None:
+    """Python would complain at exit, and change the status, if stdout were still holding what nobody takes."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,10 +110,11 @@ def serve(args: argparse.Namespace) -> int:
     say(f"try: {_curl(server.url, settings.api_key is not None)}")
     if not server.run():
         say("stopped before every request was answered")
-        sys.stdout.flush()
+        _flush_stdout()
         os._exit(1)             # a forward pass is still under way, and the device must not be closed under it
     engine.close()
     say("stopped")
+    _flush_stdout()
     return 0
 
 
@@ -124,13 +136,14 @@ def _curl(url: str, key: bool) -> str:
 def _set_up_logging() -> None:
     """Access lines (JSON) to stdout; everything else that is worth reading to stderr."""
     import logging
+    logging.raiseExceptions = False         # a reader of stdout or stderr that has left must not fill the other
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING,
                         format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     access = logging.getLogger("jev.access")
     access.setLevel(logging.INFO)
     access.propagate = False
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.NullHandler() if sys.stdout is None else logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s"))
     access.addHandler(handler)
 
@@ -434,8 +447,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return 130
-    except BrokenPipeError:         # whoever read stdout has left; Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except BrokenPipeError:         # whoever read stdout has left
+        _flush_stdout()
         return 141
     except (CommandError, SettingsError) as error:
         say(f"jev: {error}")
@@ -444,6 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _expected(error):
             raise
         say(f"jev: {error}")
+        _flush_stdout()                 # it may have been the full one
         return 1
 
 

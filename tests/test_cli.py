@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from http.client import HTTPConnection
 
 import pytest
 
@@ -100,6 +101,30 @@ def test_sigterm_before_the_worker_has_loaded_ends_it_in_order(tmp_path):
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("stdout", ["full", "closed", "pipe"])
+def test_a_worker_does_not_mind_who_takes_its_access_log(export, stdout):
+    close = ">&-" if stdout == "closed" else ""
+    command = f"exec {sys.executable} -m jev serve --port 0 --backend numpy --model {export.path} {close}"
+    reader, writer = os.pipe() if stdout == "pipe" else (None, os.open("/dev/full", os.O_WRONLY))
+    with subprocess.Popen(["sh", "-c", command], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True) as process:
+        os.close(writer)
+        if reader is not None:
+            os.close(reader)
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if "listening on" in line:
+                connection = HTTPConnection(line.split("http://")[1].strip(), timeout=30)
+                for _ in range(3):
+                    connection.request("GET", "/health")
+                    response = connection.getresponse()
+                    assert response.read() and response.status == 200
+                connection.close()
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert said[-1] == "stopped\n" and "Error" not in "".join(said)
 
 
 def test_usage_errors_are_status_2():
