@@ -561,6 +561,7 @@ def raising_signals() -> Iterator[None]:
     """Let SIGINT, SIGTERM and SIGHUP raise Ended, unless whoever started the program had them ignored (nohup).
 
     Within a second of one, others do nothing: they often come in twos, and the second would break off the clean-up.
+    That stays so afterwards, since the program is about to end; only if there was none, all is as before.
     """
     last = -math.inf
 
@@ -576,8 +577,9 @@ def raising_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        if last == -math.inf:
+            for number, handler in before:
+                signal.signal(number, handler)
 
 
 if __name__ == "__main__":

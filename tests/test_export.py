@@ -5,9 +5,11 @@ The three places that need torch or transformers are replaced here; tests/parity
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -578,9 +581,10 @@ def test_the_command(folder, capsys):
     assert "jev export: " in (error := capsys.readouterr().err) and "already exists" in error
 
 
-def test_the_command_takes_a_length(folder):
+def test_the_command_takes_a_length(folder, handlers):
     assert export.main(command(folder, "--max-length", "16384")) == 0
     assert open_export(folder / "out").manifest.max_length == 16384
+    assert {number: signal.getsignal(number) for number in export.ENDING} == handlers
 
 
 def test_the_command_reports_what_failed(folder, capsys, monkeypatch):
@@ -637,7 +641,16 @@ def test_the_command_ends_on_a_signal_and_leaves_nothing(inputs, tmp_path, signa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_signals_during_the_clean_up(folder, capsys, monkeypatch):
+@pytest.fixture
+def handlers() -> Iterator[dict[int, object]]:
+    """Of signals, as they were before the test; they are put back."""
+    before = {number: signal.getsignal(number) for number in export.ENDING}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_during_the_clean_up_and_after(folder, capsys, monkeypatch, handlers):
     def remove(*a, real=shutil.rmtree, **k):
         for number in export.ENDING:
             os.kill(os.getpid(), number)
@@ -645,20 +658,19 @@ def test_signals_during_the_clean_up(folder, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", remove)
     monkeypatch.setattr(export, "torch_matmul", lambda b, a: os.kill(os.getpid(), signal.SIGHUP))
     assert export.main(command(folder)) == 129
+    os.kill(os.getpid(), signal.SIGINT)
     assert capsys.readouterr().err.endswith("jev export: interrupted; nothing unfinished is left\n")
     assert not (folder / "out").exists() and not (folder / "out.unfinished").exists()
 
 
-def test_the_command_says_what_an_interruption_left(folder, capsys, monkeypatch):
+def test_the_command_says_what_an_interruption_left(folder, capsys, monkeypatch, handlers):
     def interrupted(*a):
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("the signal did not raise")
-    before = [signal.getsignal(number) for number in export.ENDING]
     monkeypatch.setattr(export, "torch_matmul", interrupted)
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)
     assert export.main(command(folder)) == 143
     assert f"interrupted; {folder / 'out.unfinished'} is there, unfinished" in capsys.readouterr().err
-    assert [signal.getsignal(number) for number in export.ENDING] == before
 
 
 @pytest.mark.parametrize("arguments", [[], ["--base", "x"], ["--max-length", "many"]])
@@ -678,3 +690,10 @@ def test_the_recipe_is_the_command(tmp_path):
 def test_a_missing_package_is_named(monkeypatch):
     with pytest.raises(CheckpointError, match=r"needs no_such_package: in the checkout, pip install '\.\[export\]'"):
         export._import("no_such_package")
+
+
+def test_the_extra_is_what_the_export_imports():
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    extra = re.findall(r"^[\w-]+", setup["options.extras_require"]["export"], re.M)
+    assert set(extra) == set(re.findall(r'_import\("(\w+)"\)', Path(export.__file__).read_text()))
