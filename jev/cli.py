@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from jev import __version__
 from jev.arguments import Parser
@@ -32,6 +32,7 @@ the model once, and gives calibrated probabilities. Nothing is generated.
 """
 EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
+MAX_BODY_BYTES = 4 * 2**20              # of a request, as over HTTP
 SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "batch_rows", "drain_seconds")
 MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows")
 
@@ -157,6 +158,10 @@ def score(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
+    from jev import json_lines
+    if sys.stdout is None:
+        raise CommandError("stdout is closed: there is nowhere to write answers to")
+    file = _open_requests(args.file)
     # Several at a time share forward passes; results are written in the order of the requests.
     settings = _settings(args)
     engine = open_engine(replace(settings, queue=max(settings.queue, args.together)))
@@ -165,81 +170,58 @@ def score(args: argparse.Namespace) -> int:
     failed = done = 0
     try:
         with tqdm(desc="requests", unit="", file=sys.stderr, disable=None) as progress:
-            for line, body, result in _in_order(pool, lambda body: _score_one(engine, body, stop), _requests(args.file),
-                                                window=2 * args.together):
+            for line, body, result in json_lines.in_order(
+                    pool, lambda body: _score_one(engine, body, stop), json_lines.requests(file, MAX_BODY_BYTES),
+                    window=2 * args.together):
                 if "error" in result:
                     failed += 1
                     result = {"line": line, **result}
                 if args.pretty and "error" not in result:
                     from jev.terminal import render
-                    print(render(result, json.loads(body), unicode=_unicode(sys.stdout)), end="\n\n", flush=True)
+                    _write(render(result, json.loads(body), unicode=_unicode(sys.stdout)) + "\n")
                 else:
-                    print(json.dumps(result, ensure_ascii=False), flush=True)
+                    _write(json.dumps(result, ensure_ascii=False))
                 done += 1
                 progress.update()
     finally:
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
         engine.close()
-    if failed:
+    if not done:
+        say(f"no requests in {'stdin' if args.file == '-' else args.file}")
+    elif failed:
         say(f"{failed} of {done} requests failed")
     return 1 if failed or not done else 0
 
 
-def _score_one(engine: Engine, body: bytes, stop: threading.Event) -> dict[str, Any]:
+def _open_requests(name: str) -> BinaryIO:
+    try:
+        # Not sys.stdin: a thread that waits for it would be in Python's way when an interrupted command ends.
+        return open(0, "rb", closefd=False) if name == "-" else open(name, "rb")
+    except OSError as error:
+        raise CommandError(f"{'stdin' if name == '-' else name}: {error.strerror}") from None
+
+
+def _write(text: str) -> None:
+    """A line to stdout, in UTF-8 whatever the terminal's encoding: JSON Lines are."""
+    sys.stdout.buffer.write(text.encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _score_one(engine: Engine, body: bytes | None, stop: threading.Event) -> dict[str, Any]:
     from jev.engine import ContractError, InferenceError
+    if body is None:
+        return _failure("request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
     try:
         return engine.answer(body, stop.is_set)
     except ContractError as error:
         return {"error": str(error), "detail": error.errors}
     except InferenceError as error:
-        return {"error": str(error), "detail": {"error_type": "inference_error", "message": str(error)}}
+        return _failure("inference_error", str(error))
 
 
-def _in_order(pool, run: Callable, requests, window: int):
-    """(line, body, result) in order, with up to ``window`` requests under way."""
-    from collections import deque
-    under_way: deque = deque()
-    for line, body in requests:
-        under_way.append((line, body, pool.submit(run, body)))
-        if len(under_way) >= window:
-            line, body, future = under_way.popleft()
-            yield line, body, future.result()
-    for line, body, future in under_way:
-        yield line, body, future.result()
-
-
-def _requests(name: str):
-    """(line number, body) of each request in file ``name`` ("-": stdin): JSON Lines, or one JSON document.
-
-    Lines are read as they come. A first line that is no JSON by itself is the beginning of a document, unless the lines
-    after it are requests of their own, and then it is a broken line.
-    """
-    try:
-        file = sys.stdin.buffer if name == "-" else open(name, "rb")
-    except OSError as error:
-        raise CommandError(f"{name}: {error.strerror}") from None
-    with file:
-        numbered = ((n, line) for n, line in enumerate(file, 1) if line.strip())
-        first = next(numbered, None)
-        if first is None:
-            return
-        if not _is_json(first[1]):
-            rest = list(numbered)
-            if not any(_is_json(line) and line.lstrip()[:1] == b"{" for _, line in rest):
-                yield first[0], b"".join(line for _, line in [first, *rest])
-                return
-            numbered = iter(rest)
-        yield first
-        yield from numbered
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+def _failure(error_type: str, message: str) -> dict[str, Any]:
+    return {"error": message, "detail": {"error_type": error_type, "message": message}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,7 +315,7 @@ def check(args: argparse.Namespace) -> int:
     from jev.checkpoint import open_export
     from jev.engine import DEMO_NOTICE
     from jev.processor import Processor
-    export = open_export(args.export, int(args.max_length) if args.max_length else None)
+    export = open_export(args.export, _settings(args).max_length)
     manifest, config = export.manifest, export.config
     processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length,
                           config.vocab_size)
@@ -374,10 +356,12 @@ def _unicode(stream) -> bool:
     return (stream.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1024:
-        raise argparse.ArgumentTypeError("expected an integer in 1..1024")
-    return int(text)
+def _integer(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > 20 or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"expected an integer in {low}..{high}")
+        return int(text)
+    return parse
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -408,7 +392,7 @@ Exit status: 0 all answered, 1 some failed or there were none.
 """)
     command.add_argument("file", metavar="FILE")
     command.add_argument("--pretty", action="store_true", help="show answers for reading instead of JSON")
-    command.add_argument("--together", type=_positive, default=16, metavar="N",
+    command.add_argument("--together", type=_integer(1, 1024), default=16, metavar="N",
                          help="requests under way at a time; they share forward passes; default 16")
     _add_settings(command, MODEL_FLAGS)
     command = add("demo", demo, "write a demo checkpoint, start a worker, ask it and show the answers")
@@ -416,11 +400,11 @@ Exit status: 0 all answered, 1 some failed or there were none.
     command.add_argument("--request", metavar="FILE", help="post this request instead of the example")
     command = add("demo-checkpoint", demo_checkpoint, "write a small export with random weights, to try things with")
     command.add_argument("dir", metavar="DIR")
-    command.add_argument("--seed", type=int, default=0, help="of the weights; default 0")
+    command.add_argument("--seed", type=_integer(0, 2**32 - 1), default=0, help="of the weights; default 0")
     command.add_argument("--overwrite", action="store_true", help="replace a demo checkpoint that is there")
     command = add("check", check, "validate an export and say what it is")
     command.add_argument("export", metavar="EXPORT")
-    command.add_argument("--max-length", metavar="LENGTH", help="as in serve")
+    _add_settings(command, ["max_length"])
     for name, (_, help) in DELEGATED.items():
         commands.add_parser(name, help=help, add_help=False)
     return parser

@@ -75,7 +75,10 @@ def test_serve_help_lists_flags_and_variables(capsys):
     (["serve"], {}, "--model DIR"), (["serve", "--port", "x"], {}, "--port: expected"),
     (["serve", "--model", "/nowhere"], {}, "/nowhere: no such export folder"),
     (["serve", "--model", "/nowhere"], {"OPEN_JEV_PORT": "99999"}, "OPEN_JEV_PORT: expected"),
-    (["score", "/nowhere.jsonl"], {}, "--model DIR"), (["check", "/nowhere"], {}, "no such export folder"),
+    (["score", "/nowhere.jsonl"], {}, "/nowhere.jsonl: No such file"), (["score", "setup.cfg"], {}, "--model DIR"),
+    (["score", "."], {}, "Is a directory"),
+    (["check", ".", "--max-length", "abc"], {}, "--max-length: expected an integer"),
+    (["check", "/nowhere"], {}, "no such export folder"),
     (["serve", "--model", "/nowhere", "--host", "203.0.113.1", "--port", "0"], {}, "Cannot assign")])
 def test_mistakes_get_a_sentence_and_status_1(args, env, words):
     if args == ["serve"]:
@@ -129,6 +132,7 @@ def test_a_worker_does_not_mind_who_takes_its_access_log(export, stdout):
 
 def test_usage_errors_are_status_2():
     assert run().returncode == 2 and run("nonsense").returncode == 2 and run("score").returncode == 2
+    assert run("demo-checkpoint", "x", "--seed", "-1").returncode == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,8 +187,39 @@ def test_score_carries_on_after_an_inference_failure(fake, capsys, tmp_path):
 def test_score_of_nothing_and_of_a_missing_file(fake, capsys, tmp_path):
     (tmp_path / "empty").write_bytes(b"\n\n")
     assert cli.main(["score", str(tmp_path / "empty")]) == 1
+    assert f"no requests in {tmp_path / 'empty'}" in capsys.readouterr().err
     assert cli.main(["score", str(tmp_path / "missing")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def test_score_of_a_line_too_large(fake, capsys, tmp_path):
+    (tmp_path / "r.jsonl").write_bytes(b'{"state": "' + b"x" * (4 << 20) + b'"}\n' + GOOD[0] + b"\n")
+    assert cli.main(["score", str(tmp_path / "r.jsonl")]) == 1
+    large, answered = results(capsys)
+    assert large["line"] == 1 and large["detail"]["error_type"] == "request_too_large" and answered["answers"]
+
+
+def test_score_without_stdin_or_stdout(export):
+    for closed, words in (("<&-", "stdin: Bad file descriptor"), (">&-", "stdout is closed")):
+        shown = subprocess.run(["sh", "-c", f"exec {sys.executable} -m jev score - {closed}"], cwd=ROOT, timeout=60,
+                               capture_output=True, text=True, env={**os.environ, "OPEN_JEV_MODEL": str(export.path)})
+        assert shown.returncode == 1 and words in shown.stderr and "Traceback" not in shown.stderr
+
+
+def test_score_answers_a_pipe_line_by_line_in_utf_8(export):
+    command = [sys.executable, "-m", "jev", "score", "-", "--model", str(export.path), "--backend", "numpy"]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        for id in ("é😀", "b"):
+            question = {"type": "noul", "instructions": "?"}
+            process.stdin.write(body(request(state="a", **{id: question})) + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()            # while stdin is open
+            assert list(json.loads(line)["answers"]) == [id] and id.encode() in line
+        process.send_signal(signal.SIGINT)              # while it waits for the next line
+        assert process.wait(20) == 130
+        assert b"Traceback" not in process.stderr.read()
 
 
 def test_score_pretty(fake, capsys, tmp_path):
