@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.fakes import FakeBackbone, demo_export, serving
@@ -43,6 +45,20 @@ def test_every_kind_of_answer_is_parsed(server):
     assert urgency.legend == {0: "Can wait.", 1: "This week.", 2: {"when": "now"}}
     assert sum(urgency.probabilities.values()) == pytest.approx(1)
     assert urgency.score == pytest.approx(sum(level * p for level, p in urgency.probabilities.items()))
+
+
+def test_the_settings_of_the_readme(server, monkeypatch):
+    """With zstd at hand the client compresses bodies of 1 KiB and more, unless it is told not to."""
+    from typesafe_sdk._core.compression import COMPRESSORS
+    monkeypatch.setitem(COMPRESSORS, "zstd", lambda content: b"\x28\xb5\x2f\xfd" + content)
+    monkeypatch.setenv("TYPESAFE_BASE_URL", server.url)
+    monkeypatch.setenv("TYPESAFE_API_KEY", "a-key")
+    asked = {"state": {"text": "word " * 400}, "questions": {"q": sdk.Noul(instructions="?")}}
+    with sdk.TypeSafeClient(compression=False) as typesafe:
+        assert 0 <= typesafe.system_one(**asked).nouls["q"].noul <= 1
+    with sdk.TypeSafeClient() as typesafe, pytest.raises(sdk.TypeSafeError) as refused:
+        typesafe.system_one(**asked)
+    assert "compressed" in json.dumps(refused.value.body)
 
 
 def test_models_and_errors_are_understood(server):
