@@ -20,7 +20,9 @@ from jev.arguments import Parser
 from jev.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
+    from jev.checkpoint import Export
     from jev.engine import Engine
+    from jev.processor import Processor
 
 INTRODUCTION = """\
 A decision worker for Open-Jev checkpoints. It takes a state and typed questions, runs every candidate answer through
@@ -235,8 +237,9 @@ def demo(args: argparse.Namespace) -> int:
     def stop(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
     signal.signal(signal.SIGTERM, stop)
-    with tempfile.TemporaryDirectory(prefix="jev-demo-") as scratch:
-        folder = Path(args.dir or scratch) / "checkpoint"
+    place = contextlib.nullcontext(args.dir) if args.dir else tempfile.TemporaryDirectory(prefix="jev-demo-")
+    with place as parent:
+        folder = Path(parent) / "checkpoint"
         _make_demo_checkpoint(folder)
         status = _show_demo(folder, Path(args.request) if args.request else _example_request())
     if args.dir:
@@ -247,12 +250,24 @@ def demo(args: argparse.Namespace) -> int:
 def _make_demo_checkpoint(folder: Path) -> None:
     from jev.checkpoint import CheckpointError, open_export
     from jev.demo_checkpoint import write_demo_checkpoint
+    from jev.processor import ProcessorError
     try:
-        open_export(folder)
+        _open_processor(open_export(folder))
         say(f"1. a demo checkpoint lies in {folder} already")
-    except CheckpointError:
+    except (CheckpointError, ProcessorError):
         say(f"1. writing a demo checkpoint to {folder}: the real architecture, tiny, with random weights")
-        write_demo_checkpoint(folder, overwrite=True)
+        try:
+            write_demo_checkpoint(folder, overwrite=True)
+        except CheckpointError as error:
+            # Perhaps a demo that lost its manifest, perhaps something of the user's: not ours to delete.
+            raise CommandError(f"{error}; remove that folder (`make clean` removes the one of `make demo`)") from None
+
+
+def _open_processor(export: Export) -> Processor:
+    from jev.processor import Processor
+    manifest = export.manifest
+    return Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length,
+                     export.config.vocab_size)
 
 
 def _example_request() -> Path:
@@ -314,11 +329,9 @@ def demo_checkpoint(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     from jev.checkpoint import open_export
     from jev.engine import DEMO_NOTICE
-    from jev.processor import Processor
     export = open_export(args.export, _settings(args).max_length)
     manifest, config = export.manifest, export.config
-    processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length,
-                          config.vocab_size)
+    processor = _open_processor(export)
     size = sum(t.nbytes for t in export.tensors.values())
     kinds = [config.layer_types.count(kind) for kind in ("linear_attention", "full_attention")]
     print(f"{args.export}: a complete export")

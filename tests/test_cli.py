@@ -250,6 +250,21 @@ def test_demo(fake, capsys, tmp_path):
     assert "stopped the worker" in captured.err and "lies in" in captured.err
 
 
+def test_demo_repairs_its_checkpoint_and_deletes_nothing_else(fake, capsys, tmp_path):
+    folder = tmp_path / "checkpoint"
+    cli._make_demo_checkpoint(folder)
+    (folder / "tokenizer.json").write_bytes(b"{")
+    cli._make_demo_checkpoint(folder)
+    cli._make_demo_checkpoint(folder)
+    said = capsys.readouterr().err
+    assert said.count("writing a demo") == 2 and said.count("lies in") == 1
+    for damage in (lambda file: file.write_bytes(b"{"), lambda file: file.unlink()):
+        damage(folder / "open_jev_export.json")
+        assert cli.main(["demo", "--dir", str(tmp_path)]) == 1
+        said = capsys.readouterr().err
+        assert str(folder) in said and "make clean" in said and (folder / "model.safetensors").exists()
+
+
 def test_demo_reports_a_refused_request(fake, capsys, tmp_path):
     (tmp_path / "bad.json").write_text('{"state": 1}')
     assert cli.main(["demo", "--dir", str(tmp_path), "--request", str(tmp_path / "bad.json")]) == 1
