@@ -147,11 +147,13 @@ def test_a_slow_worker_that_is_well_is_kept_when_a_client_leaves(two, caplog):
     for worker in two:
         worker.script = lambda sock, request: (
             hang(sock, request) if request.line.startswith("POST") else sock.sendall(reply()))
-    with gateway(a.url, b.url, health_timeout_ms=200) as gate:
-        assert not leave(gate, 0.6)
+    with gateway(a.url, b.url, health_timeout_ms=1000) as gate:
+        assert not leave(gate, 1.5)
         assert eventually(lambda: [r.line for w in two for r in w.requests if r.line.startswith("GET")])
         assert eventually(lambda: not [t for t in threading.enumerate() if t.name == "jev-frontend-probe"])
         assert not leave(gate, 0.1)                          # too short a wait to suspect anyone
+        assert eventually(lambda: gate.gateway.workers.pending == 0)
+        time.sleep(0.3)
     assert "worker http" not in caplog.text
     assert len([r for w in two for r in w.requests if r.line.startswith("GET")]) == 1
 
