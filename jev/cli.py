@@ -34,7 +34,6 @@ the model once, and gives calibrated probabilities. Nothing is generated.
 """
 EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
-MAX_BODY_BYTES = 4 * 2**20              # of a request, as over HTTP
 SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "batch_rows", "drain_seconds")
 MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows")
 
@@ -161,6 +160,7 @@ def score(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from jev import json_lines
+    from jev.contract import MAX_BODY_BYTES
     if sys.stdout is None:
         raise CommandError("stdout is closed: there is nowhere to write answers to")
     file = _open_requests(args.file)
@@ -211,6 +211,7 @@ def _write(text: str) -> None:
 
 
 def _score_one(engine: Engine, body: bytes | None, stop: threading.Event) -> dict[str, Any]:
+    from jev.contract import MAX_BODY_BYTES
     from jev.engine import ContractError, InferenceError
     if body is None:
         return _failure("request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")

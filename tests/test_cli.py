@@ -130,6 +130,14 @@ def test_a_worker_does_not_mind_who_takes_its_access_log(export, stdout):
     assert said[-1] == "stopped\n" and "Error" not in "".join(said)
 
 
+def test_blas_threads_are_one_unless_the_environment_says_otherwise(monkeypatch):
+    for given, used in ((None, "1"), ("2", "2")):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", given or "")
+        if given is None:
+            monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+        assert cli.main(["check", "/nowhere"]) == 1 and os.environ["OPENBLAS_NUM_THREADS"] == used
+
+
 def test_usage_errors_are_status_2():
     assert run().returncode == 2 and run("nonsense").returncode == 2 and run("score").returncode == 2
     assert run("demo-checkpoint", "x", "--seed", "-1").returncode == 2
