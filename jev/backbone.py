@@ -76,7 +76,7 @@ class NumpyBackbone:
     """
     name = "numpy"
 
-    def __init__(self, export: Export, max_length: int | None = None, precision: str = "bf16", max_rows: int = 8192):
+    def __init__(self, export: Export, max_length: int | None = None, precision: str = "bf16", max_rows: int = 16384):
         from jev.ops.numpy import NumpyOps
         length = max_length or export.manifest.max_length
         self.max_rows = max(max_rows, length)

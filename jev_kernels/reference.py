@@ -164,10 +164,13 @@ def gated_delta_rule(q, k, v, g, beta, parents, r=exact) -> np.ndarray:
     return r(out)
 
 
-def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact) -> np.ndarray:
-    """The same function by chunks of 64 absolute positions, over ``pool``'s tree of chunks (see jev_kernels.pool).
+BLOCK = 16      # tokens that ``gated_delta_rule_chunked`` takes at a time
 
-    With c = cumsum(g) in a chunk, A the strict lower triangle of beta_i (k_i k_j) exp(c_i - c_j), T = (I + A)^-1:
+
+def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact) -> np.ndarray:
+    """The same function over ``pool``'s tree of chunks (see jev_kernels.pool), by blocks of 16 absolute positions.
+
+    With c = cumsum(g) in a block, A the strict lower triangle of beta_i (k_i k_j) exp(c_i - c_j), T = (I + A)^-1:
     V' = T beta (v - exp(c) k S);  o = exp(c) q S + tril((q k^T) exp(c_i - c_j)) V';
     S' = exp(c_last) S + k^T (exp(c_last - c) V'). Every product has one shape whatever the number of rows, so a row's
     bits do not depend on its company.
@@ -175,32 +178,34 @@ def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact) -> np.ndarray:
     heads, dv, dk = v.shape[1], v.shape[2], k.shape[2]
     q, k = _normalised(q, k, heads)
     out = np.empty_like(v)
-    keep = np.tril(np.ones((CHUNK, CHUNK), bool))
+    keep = np.tril(np.ones((BLOCK, BLOCK), bool))
     slots: dict[int, np.ndarray] = {}
     for first, count, start, _ in pool.runs:
         state = np.zeros((heads, dk, dv)) if start < 0 else slots[start]
-        for chunk in range(first, first + count):
-            rows = pool.chunk_rows[chunk]
+        blocks = [(chunk, slice(at, at + BLOCK)) for chunk in range(first, first + count)
+                  for at in range(0, CHUNK, BLOCK) if pool.chunk_rows[chunk, at] >= 0]
+        for chunk, part in blocks:
+            rows = pool.chunk_rows[chunk, part]
             absent = rows < 0
-            # [heads, 64, .]: absent rows are zero rows, which change nothing
+            # [heads, 16, .]: absent rows are zero rows, which change nothing
             qc, kc, vc = (np.where(absent[:, None, None], 0.0, x[rows]).transpose(1, 0, 2) for x in (q, k, v))
             gc, bc = (np.where(absent[:, None], 0.0, x[rows]).T for x in (g, beta))
             c = np.cumsum(gc, axis=1)
             ratio = np.exp(np.where(keep, c[:, :, None] - c[:, None, :], -np.inf))
             inner = np.tril(bc[:, :, None] * (kc @ kc.transpose(0, 2, 1)) * ratio, -1)
-            t = np.linalg.inv(np.eye(CHUNK) + inner)
+            t = np.linalg.inv(np.eye(BLOCK) + inner)
             new = t @ (bc[:, :, None] * (vc - np.exp(c)[:, :, None] * (kc @ state)))
             o = np.exp(c)[:, :, None] * (qc @ state) + ((qc @ kc.transpose(0, 2, 1)) * ratio) @ new
             last = c[:, -1:]
             state = np.exp(last)[:, :, None] * state + kc.transpose(0, 2, 1) @ (np.exp(last - c)[:, :, None] * new)
-            to = pool.chunk_out_rows[chunk]
+            to = pool.chunk_out_rows[chunk, part]
             out[to[to >= 0]] = o.transpose(1, 0, 2)[to >= 0]
-            if pool.chunk_slots[chunk] >= 0:
+            if pool.chunk_slots[chunk] >= 0:        # the last block of the chunk comes last
                 slots[pool.chunk_slots[chunk]] = state
     return r(out)
 
 
-QUERIES, KEYS = 16, 512     # positions of a block of queries and of keys in ``gated_attention``
+QUERIES, KEYS, TOGETHER = 8, 512, 32     # of ``gated_attention``: positions of a block of queries, of keys; blocks at once
 
 
 def gated_attention(q, k, v, gate, branches, scale: float, r=exact) -> np.ndarray:
@@ -209,30 +214,43 @@ def gated_attention(q, k, v, gate, branches, scale: float, r=exact) -> np.ndarra
     q, gate [T, Hq, D]; k, v [T, Hk, D]; query head h reads key head h // (Hq / Hk). branches: pairs (path, start) as in
     ``RowPool.branches``: path is the row at each position, positions >= start are the branch's own. Blocks of queries and
     keys begin at absolute positions, and block after block is summed in rising order, so that shapes and order, and with
-    them bits, follow positions only.
+    them bits, follow positions only. Many blocks of queries meet a block of keys while it is in the cache.
     """
-    heads, d = k.shape[1], k.shape[2]
     out = np.empty_like(q)
-    keys_of = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
-    for path, start in branches:
-        for low in range(start // QUERIES * QUERIES, len(path), QUERIES):
-            end = low + QUERIES
-            rows = _rows(path, low, end)
-            # The query heads of a key head one below the other: [heads of k, group * 16, .] against its keys.
-            qs = q[rows].reshape(QUERIES, heads, -1, d).transpose(1, 2, 0, 3).reshape(heads, -1, d)
-            blocks = [_block(path, at, min(at + KEYS, end)) for at in range(0, end, KEYS)]
-            s = np.concatenate([qs @ keys_of[0][:, b].transpose(0, 2, 1) for b in blocks], axis=2) * scale
-            s = s.reshape(heads, -1, QUERIES, end)
-            s[..., np.arange(end) > np.arange(low, end)[:, None]] = -np.inf
-            s -= s.max(-1, keepdims=True)
-            p = np.exp(s, out=s)
-            total = p.sum(-1, keepdims=True)
-            p = p.reshape(heads, -1, end)
-            o = sum(p[..., i * KEYS:(i + 1) * KEYS] @ keys_of[1][:, b] for i, b in enumerate(blocks))
-            o = o.reshape(heads, -1, QUERIES, d) / total
-            mine = slice(max(start - low, 0), min(len(path) - low, QUERIES))
-            out[rows[mine]] = o.transpose(2, 0, 1, 3).reshape(QUERIES, -1, d)[mine]
+    blocks = [(path, start, low) for path, start in branches
+              for low in range(start // QUERIES * QUERIES, len(path), QUERIES)]
+    for at in range(0, len(blocks), TOGETHER):
+        _attend(q, k.transpose(1, 0, 2), v.transpose(1, 0, 2), blocks[at:at + TOGETHER], scale, out)
     return r(r(out) * r(sigmoid(gate)))
+
+
+def _attend(q, k, v, blocks, scale: float, out) -> None:
+    """Attention of some blocks (path, start, first position) into the rows of ``out`` that are theirs. k, v [Hk, T, D]."""
+    heads, _, d = k.shape
+    rows = [_rows(path, low, low + QUERIES) for path, _, low in blocks]
+    # The query heads of a key head one below the other: [heads of k, group * 8, .] against its keys.
+    qs = [q[at].reshape(QUERIES, heads, -1, d).transpose(1, 2, 0, 3).reshape(heads, -1, d) for at in rows]
+    parts = [(i, at, _block(path, at, min(at + KEYS, low + QUERIES)))
+             for i, (path, _, low) in enumerate(blocks) for at in range(0, low + QUERIES, KEYS)]
+    parts.sort(key=lambda part: part[1])
+    scores = [np.empty((*x.shape[:2], low + QUERIES)) for x, (_, _, low) in zip(qs, blocks)]
+    for i, at, keys in parts:
+        scores[i][..., at:at + KEYS] = qs[i] @ k[:, keys].transpose(0, 2, 1)
+    totals = []
+    for s, (_, _, low) in zip(scores, blocks):
+        s *= scale
+        shaped = s.reshape(heads, -1, QUERIES, low + QUERIES)
+        shaped[..., np.arange(low + QUERIES) > np.arange(low, low + QUERIES)[:, None]] = -np.inf
+        s -= s.max(-1, keepdims=True)
+        np.exp(s, out=s)
+        totals.append(s.sum(-1, keepdims=True))
+    outs = [np.zeros(x.shape) for x in qs]
+    for i, at, keys in parts:
+        outs[i] += scores[i][..., at:at + KEYS] @ v[:, keys]
+    for o, total, at, (path, start, low) in zip(outs, totals, rows, blocks):
+        mine = slice(max(start - low, 0), min(len(path) - low, QUERIES))
+        o = (o / total).reshape(heads, -1, QUERIES, d).transpose(2, 0, 1, 3).reshape(QUERIES, -1, d)
+        out[at[mine]] = o[mine]
 
 
 def _rows(path: np.ndarray, low: int, end: int) -> np.ndarray:
