@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jev import contract, row_pool, weights
+from jev.arguments import Parser
 from jev.backbone import Backbone, forward, open_backbone
 from jev.checkpoint import Export, open_export
 from jev.ops.audit import AuditOps, Pair, Record, compare, table
@@ -50,8 +51,8 @@ def paired(ours: weights.Model, theirs: weights.Model) -> weights.Model:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exits with 1 if anything is not finite; how close is close enough the reader decides."""
-    parser = argparse.ArgumentParser(prog="jev audit", description=__doc__.split("\n\n")[1],
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="jev audit", description=__doc__.split("\n\n")[1],
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("export", type=Path, help="folder of the export")
     parser.add_argument("--request", type=Path, help="a request (JSON) to audit with; default: a small example")
     parser.add_argument("--backend", choices=("auto", "cuda", "numpy"), default="auto")

@@ -23,7 +23,6 @@ torch and transformers come with the extra ``export`` and are imported only when
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import math
@@ -42,6 +41,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jev.arguments import Parser
 from jev.checkpoint import (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, MAX_LENGTH_LIMIT, PINNED, PREFIXES, TOKENIZER_FILE,
                             WEIGHTS_FILE, CheckpointError, Fields, Manifest, ModelConfig, TensorEntry, check_dims,
                             pinned, read_header, read_json, text_tensors)
@@ -524,7 +524,7 @@ def export_merged(base: str | Path, checkpoint: str | Path, out: str | Path, max
 
 def main(argv: list[str] | None = None) -> int:
     """``jev export``: returns the exit status."""
-    parser = argparse.ArgumentParser(prog="jev export", description="Merge a pinned Open-Jev checkpoint into its base "
+    parser = Parser(prog="jev export", description="Merge a pinned Open-Jev checkpoint into its base "
                                      "model and write the folder that the worker serves.")
     parser.add_argument("--base", required=True, type=Path, help="folder of the downloaded base model")
     parser.add_argument("--checkpoint", required=True, type=Path,

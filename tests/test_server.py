@@ -399,7 +399,7 @@ def test_sigterm_answers_what_was_admitted_and_refuses_the_rest(start, pool):
     assert [line["status"] for line in worker.access()] == [200] * 7
 
 
-def test_a_request_that_arrives_on_a_busy_connection_while_draining_is_refused_in_words(start):
+def test_a_request_that_arrives_on_a_busy_connection_while_draining_is_not_answered(start):
     worker = start(seconds=1.0)
     worker.wait_for("listening")
     one = message(DATA, f"Content-Length: {len(DATA)}")
