@@ -198,7 +198,7 @@ class CudaBackbone:
         """Two forwards where one would not hold everything, halved in sorted order so that prefixes stay together."""
         if len(sequences) == 1:
             raise BackendError(f"a sequence of {len(sequences[0])} tokens does not fit in {self.max_rows} rows")
-        order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
+        order = row_pool.sorted_order(sequences)
         out, rows = np.empty((len(sequences), self.config.hidden_size), np.uint16), 0
         for part in (order[:len(order) // 2], order[len(order) // 2:]):
             out[part], n = self._hidden([sequences[i] for i in part])

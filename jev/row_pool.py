@@ -62,20 +62,27 @@ class RowPool:
         return tiles[np.argsort(-(tiles[:, 1] + tiles[:, 2]), kind="stable")]
 
 
+def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Tokens that two sequences have in common at their start."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+def sorted_order(sequences: Sequence[np.ndarray]) -> list[int]:
+    """Indices of the sequences in lexicographic order, in which those that share a prefix stand together."""
+    keys = [s.astype(">u4").tobytes() for s in sequences]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
 def _sorted_unique(sequences: Sequence[np.ndarray]) -> tuple[list[int], list[np.ndarray], list[int]]:
     """(order, arrays, shared): indices in lexicographic order, and per entry the tokens shared with the one before.
 
     A duplicate of the entry before it shares all of its tokens.
     """
-    keys = [s.astype(">u4").tobytes() for s in sequences]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    shared = [0]
-    for before, this in zip(order, order[1:]):
-        a, b = sequences[before], sequences[this]
-        n = min(len(a), len(b))
-        differ = np.flatnonzero(a[:n] != b[:n])
-        shared.append(int(differ[0]) if len(differ) else n)
-    return order, [sequences[i] for i in order], shared
+    order = sorted_order(sequences)
+    arrays = [sequences[i] for i in order]
+    return order, arrays, [0] + [shared_prefix(a, b) for a, b in zip(arrays, arrays[1:])]
 
 
 def _checked(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jev.row_pool import shared_prefix
+
 logger = logging.getLogger("jev.scheduler")
 
 Infer = Callable[[list[np.ndarray]], np.ndarray]
@@ -135,10 +137,7 @@ def row_costs(sequences: Sequence[np.ndarray]) -> np.ndarray:
     own = [0]
     before = np.empty(0, np.int32)
     for this in sequences:
-        n = min(len(before), len(this))
-        differ = before[:n] != this[:n]
-        shared = int(differ.argmax()) if differ.any() else n
-        own.append(max(1, len(this) - shared))
+        own.append(max(1, len(this) - shared_prefix(before, this)))
         before = this
     return np.cumsum(own, dtype=np.int64)
 

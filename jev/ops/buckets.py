@@ -95,7 +95,7 @@ class Bucket:
 def row_counts(max_rows: int) -> Iterator[int]:
     """The row counts of buckets, up to the first that holds ``max_rows``.
 
-    GEMMs work in tiles of 64 or 128 rows, so finer steps would not be faster; coarser ones cost what they pad.
+    Rows between the live ones and the bucket's are multiplied like any other: finer steps save that and cost graphs.
     """
     rows = 0
     while rows < max_rows:
