@@ -6,12 +6,10 @@ kernels are launched one by one, with the same bits.
 """
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from numba import cuda
@@ -23,18 +21,13 @@ from jev.checkpoint import Export, ModelConfig
 from jev.ops.buckets import Bucket, choose, row_counts
 from jev.ops.cuda import Buffers, CudaOps, CudaWeights
 from jev.row_pool import RowPool
-from jev_kernels import device
+from jev_kernels import cubin, device
 from jev_kernels import graph as graphs
 from jev_kernels.device import Device
 from jev_kernels.gemm import Gemm
 
 MAX_ROWS = 8192             # rows of a forward, unless one prompt may be longer
 READY_ROWS = 4096           # narrow buckets up to here are captured at start-up, the others when first needed
-
-
-def cache_folder() -> Path:
-    """Where tuning results are kept between runs: $XDG_CACHE_HOME/jev, or ~/.cache/jev."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jev"
 
 
 @contextmanager
@@ -87,7 +80,7 @@ class CudaBackbone:
         self._graphs: dict[Bucket, graphs.Graph] = {}
         self._ops: dict[Bucket, CudaOps] = {}
         with reported("the model cannot be opened on the GPU"):
-            self.gemm = Gemm(gpu, cache_folder() / "gemm.json", tune)
+            self.gemm = Gemm(gpu, cubin.folder() / "gemm.json", tune)
             self.weights = load(weights.specs(config))
             self.model = weights.assemble(self.weights.held, config)
             self.buffers = Buffers(config, self.buckets, max_length)

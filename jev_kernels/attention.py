@@ -27,7 +27,6 @@ Source: ``Qwen3_5Attention`` of Transformers; Dao, FlashAttention-2 (2023); PTX 
 """
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.core import config
 
+from jev_kernels import cubin
 from jev_kernels.launch import Kernel, View, aligned, live, view
 from jev_kernels.pool import COUNTS, ROWS, TILES
 from jev_kernels.ptx import (add_rn, cp16, cp_commit, cp_wait0, cp_wait1, ex2, f32, high, i32, ldg_i32, ldg_u32x4, ldsm,
@@ -105,7 +105,7 @@ def row_sum(x):
     return add_rn(x, shfl_xor(x, 2))
 
 
-@functools.lru_cache(None)
+@cubin.factory
 def attention_kernel(group: int, gated: bool) -> Kernel:
     """Blocks (half of a tile, query head). group = Hq / Hk. Pitches: bytes from row to row."""
 

@@ -12,13 +12,12 @@ Source: ``torch.nn.Embedding`` in ``Qwen3_5TextModel``.
 """
 from __future__ import annotations
 
-import functools
 
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import bf16, ptx
+from jev_kernels import bf16, cubin, ptx
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import LASTS, ROWS
 from jev_kernels.ptx import i32, u64
@@ -27,7 +26,7 @@ THREADS = 320                    # two groups a thread: a block copies 5120 valu
 MAX_ROWS = 65535                 # of a launch: rows are the grid's second dimension
 
 
-@functools.lru_cache(maxsize=None)
+@cubin.factory
 def copy_kernel(vector: bool) -> Kernel:
     """Blocks (part of the row, row). Parameters: source, row stride, index, target, row stride, live count, width."""
     _, load8_once, store8 = bf16.access(vector)

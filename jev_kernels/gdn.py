@@ -33,7 +33,7 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.core import config
 
-from jev_kernels import pool
+from jev_kernels import cubin, pool
 from jev_kernels.launch import Kernel, view
 from jev_kernels.ptx import (
     cp16, cp_wait_all, ex2, f32, high, i32, ldg, ldg2, ldg_bf16, ldg_i32, lds, lds_i32, ldsm, ldsm_t, low, mma, mma16,
@@ -149,7 +149,7 @@ def solve(sm, tid, live):
         cuda.syncthreads()
 
 
-@functools.lru_cache(maxsize=None)
+@cubin.factory
 def kernel(key_heads: int, value_heads: int) -> Kernel:
     """The portable kernel. Grid: (128 / SLAB, value heads). Parameters: addresses and row strides in elements."""
     group = value_heads // key_heads

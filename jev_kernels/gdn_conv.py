@@ -18,13 +18,12 @@ Source: ``Qwen3_5GatedDeltaNet`` of Transformers (``causal_conv1d``, whose outpu
 """
 from __future__ import annotations
 
-import functools
 
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import bf16, ptx
+from jev_kernels import bf16, cubin, ptx
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import ROWS
 from jev_kernels.ptx import f32, i32, u32, u64
@@ -63,7 +62,7 @@ def convolved_pair(w, p, x, j):
     return ptx.pack(silu(ptx.low(total)), silu(ptx.high(total)))
 
 
-@functools.lru_cache(maxsize=None)
+@cubin.factory
 def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
     """Blocks (channels, rows); with both, the last column of blocks computes the gates.
 

@@ -41,13 +41,13 @@ Rings, per slot of K and of V
 """
 from __future__ import annotations
 
-import functools
 import math
 
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.core import config
 
+from jev_kernels import cubin
 from jev_kernels.launch import Kernel, View
 from jev_kernels.pool import TILES
 from jev_kernels.ptx import (ballot, cluster_sync, cp16, cp_wait_all, cta_rank, evict_first, evict_last, fence_async,
@@ -76,7 +76,7 @@ Q_WHOLE, Q_PACKED, K_MAP, V_MAP, GATE_WHOLE, GATE_PACKED = (i * MAP_BYTES for i 
 SIGNATURE = void(u64, u64, u64, u64, u64, u64, u64, i32, i32, i32)
 
 
-@functools.lru_cache(None)
+@cubin.factory
 def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
     """The kernel for HQ query heads and HK KV heads, launched in clusters of CL CTAs."""
     G = HQ // HK

@@ -13,8 +13,8 @@ Relative error to float64 1.7e-3 (rounding o alone: 1.66e-3), with nearly parall
 """
 from __future__ import annotations
 
-from functools import lru_cache
 
+from jev_kernels import cubin
 from jev_kernels import hopper_gdn_prepare as prepare
 from jev_kernels import hopper_gdn_scan as scan
 from jev_kernels.hopper_gdn_scan import state_matrices  # noqa: F401  part of this module's surface
@@ -23,7 +23,7 @@ from jev_kernels.launch import Kernel, View
 FLAGS_ALIGN = 128
 
 
-@lru_cache(maxsize=None)
+@cubin.factory
 def kernels(key_heads: int, value_heads: int) -> tuple[Kernel, Kernel]:
     """(prepare, scan) for a number of heads."""
     function, smem = prepare.make_prepare(key_heads, value_heads)

@@ -30,7 +30,6 @@ Source: PTX ISA (wgmma, cp.async.bulk.tensor, mbarrier), CUDA driver API (tensor
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +38,7 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from jev_kernels import device
+from jev_kernels import cubin, device
 from jev_kernels.launch import Kernel, address, check
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, i32, mbar_arrive_at, mbar_expect,
                              mbar_fence, mbar_init, mbar_wait, pdl_launch, pdl_wait, smem_addr, tma_load, tma_multicast,
@@ -223,7 +222,7 @@ def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: 
 SIGNATURE = types.void(u64, u64, u64, i32, i32, i32, i32, i32)
 
 
-@functools.lru_cache(None)
+@cubin.factory
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x and W, address of y, M, N, K,
     rows of x that each block loads, elements between rows of y."""

@@ -30,7 +30,6 @@ Source: PTX ISA; the idea of equal K ranges is Stream-K (Osama et al., 2023), wi
 """
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +38,7 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from jev_kernels import device
+from jev_kernels import cubin, device
 from jev_kernels.hopper_gemm import F32, I32, I64, SMEM_LIMIT, TensorMaps, make_wgmma
 from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, fewer_registers, i32, mbar_arrive_at,
@@ -221,7 +220,7 @@ def make_tile(tokens):
 SIGNATURE = types.void(u64, u64, u64, u64, i32, i32, i32, u64, u64)
 
 
-@functools.lru_cache(None)
+@cubin.factory
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x, of W and of y (whole chunks, last
     chunk), M, N, K, addresses of scratch and of its flags."""

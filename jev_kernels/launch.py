@@ -15,6 +15,8 @@ from numba.cuda import types
 from numba.cuda.core import config
 from numba.cuda.np import numpy_support
 
+from jev_kernels import cubin
+
 if config.ENABLE_CUDASIM:
     from jev_kernels import simulator
     from jev_kernels.simulator import register
@@ -142,7 +144,10 @@ class Kernel:
         self.threads = tuple(threads) if isinstance(threads, (tuple, list)) else (threads,)
         self.threads += (1,) * (3 - len(self.threads))
         self.name = function.__name__
-        self._handle = self._jit = None
+        module, name = function.__module__, function.__qualname__
+        # Where the code comes from, for its file: a factory says so itself (``cubin.factory``).
+        self.origin = None if "<locals>" in name or module == "__main__" else (module, name)
+        self._handle = None
 
     @property
     def block_size(self) -> int:
@@ -168,12 +173,15 @@ class Kernel:
             dispatcher.get_current_device = asked
 
     def handle(self):
-        """The CUfunction in the current context; compiles at first use."""
+        """The CUfunction on the current device; compiles at first use, or reads what was compiled before."""
         if self._handle is None:
             from cuda.bindings import driver
-            self._jit = cuda.jit(self.signature, launch_bounds=(self.block_size, self.resident))(self.function)
-            library = next(iter(self._jit.overloads.values()))._codelibrary
-            handle = check(driver.cuKernelGetFunction(driver.CUkernel(int(library.get_cufunc().handle))))
+            cc = cuda.get_current_device().compute_capability
+            machine_code = cubin.code(self, (*cc, "a") if cc >= (9, 0) else tuple(cc))
+            # The driver copies the code; the library stays loaded as long as the process.
+            library = check(driver.cuLibraryLoadData(machine_code, [], [], 0, [], [], 0))
+            kernel = check(driver.cuLibraryGetKernel(library, cubin.entry(machine_code).encode()))
+            handle = check(driver.cuKernelGetFunction(kernel))
             if self.smem > 48 * 1024:
                 limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 check(driver.cuFuncSetAttribute(handle, limit, self.smem))

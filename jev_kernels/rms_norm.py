@@ -18,13 +18,12 @@ Source: ``Qwen3_5RMSNorm`` and ``Qwen3_5RMSNormGated`` of Transformers.
 """
 from __future__ import annotations
 
-import functools
 
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import bf16, ptx
+from jev_kernels import bf16, cubin, ptx
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import LASTS, ROWS
 from jev_kernels.ptx import f32, i32, u32, u64
@@ -83,7 +82,7 @@ def scaled_pair(x, rs, w):
                     ptx.mul_rn(ptx.mul_rn(ptx.high(x), rs), f32(1) + ptx.high(w)))
 
 
-@functools.lru_cache(maxsize=None)
+@cubin.factory
 def norm_kernel(per_thread: int, threads: int, vector: bool, add: bool) -> Kernel:
     """The kernel of both row norms; a block takes one row.
 
@@ -182,7 +181,7 @@ def norm_kernel(per_thread: int, threads: int, vector: bool, add: bool) -> Kerne
     return Kernel(rms_norm_kernel, types.void(*a, *a, u64, *a, *a, u64, u64, i32, f32, f32), threads)
 
 
-@functools.lru_cache(maxsize=None)
+@cubin.factory
 def gated_kernel(vector: bool) -> Kernel:
     """Blocks (heads, rows). Parameters: addresses, row strides of o, z, y; the weight; heads, live count, eps."""
     load8, load8_once, store8 = bf16.access(vector)

@@ -17,13 +17,12 @@ Source: ``Qwen3_5Attention``, ``apply_rotary_pos_emb`` and ``Qwen3_5TextRotaryEm
 """
 from __future__ import annotations
 
-import functools
 
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import bf16, ptx, reference
+from jev_kernels import bf16, cubin, ptx, reference
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import ROWS, TILE_ROWS
 from jev_kernels.ptx import f32, i32, u32, u64
@@ -46,7 +45,7 @@ def rotated_pair(x, other, cos, sin):
     return ptx.pack(ptx.add_rn(ptx.low(a), ptx.low(b)), ptx.add_rn(ptx.high(a), ptx.high(b)))
 
 
-@functools.lru_cache(maxsize=None)
+@cubin.factory
 def qk_rope_kernel() -> Kernel:
     """Blocks (heads, rows). Parameters: qkv, row stride; q_norm, k_norm; table; positions; live count; heads; eps."""
     _, load8_once, store8 = bf16.access(True)

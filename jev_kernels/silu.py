@@ -16,14 +16,13 @@ Source: ``Qwen3_5MLP`` of Transformers.
 """
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import bf16, ptx
+from jev_kernels import bf16, cubin, ptx
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import LASTS, ROWS
 from jev_kernels.ptx import f32, i32, u64
@@ -61,7 +60,7 @@ def silu_mul_pair(g, u):
     return ptx.pack(ptx.mul_rn(ptx.low(a), ptx.low(u)), ptx.mul_rn(ptx.high(a), ptx.high(u)))
 
 
-@functools.lru_cache(maxsize=None)
+@cubin.factory
 def silu_mul_kernel(vector: bool) -> Kernel:
     """Blocks (part of the row, row). Parameters: gate_up, its row stride, y, its row stride, live count, width."""
     _, load8_once, store8 = bf16.access(vector)

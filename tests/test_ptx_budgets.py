@@ -15,10 +15,11 @@ import pytest
 from numba.cuda.core import config
 
 import jev_kernels
+from jev_kernels import cubin
 
 if config.ENABLE_CUDASIM:
     pytest.skip("compiles for real: not under NUMBA_ENABLE_CUDASIM", allow_module_level=True)
-nvjitlink = pytest.importorskip("cuda.bindings.nvjitlink")
+pytest.importorskip("cuda.bindings.nvjitlink")
 
 MODULES = sorted(m.name for m in pkgutil.iter_modules(jev_kernels.__path__) if m.name not in ("ptx_sim", "simulator"))
 
@@ -38,25 +39,6 @@ def registered() -> list:
     return cases
 
 
-def assemble(kernel, cc: tuple) -> str:
-    """What the assembler says about a kernel. Raises ValueError with its message if it refuses."""
-    handle = nvjitlink.create(3, [f"-arch=sm_{''.join(map(str, cc))}", "-lto", "-verbose"])
-    try:
-        code = kernel.compile_ltoir(cc)
-        try:
-            nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, code, len(code), kernel.name)
-            nvjitlink.complete(handle)
-        except nvjitlink.nvJitLinkError as error:
-            log = bytearray(nvjitlink.get_error_log_size(handle))
-            nvjitlink.get_error_log(handle, log)
-            raise ValueError(log.decode().rstrip("\0")) from error
-        log = bytearray(nvjitlink.get_info_log_size(handle))
-        nvjitlink.get_info_log(handle, log)
-        return log.decode().rstrip("\0")
-    finally:
-        nvjitlink.destroy(handle)
-
-
 def resources(log: str) -> tuple[int, int]:
     """(registers, bytes of spill stores) from the assembler's log: the most of any function."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
@@ -67,7 +49,7 @@ def resources(log: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kernel, cc, registers, spill", registered())
 def test_budget(kernel, cc, registers, spill):
-    log = assemble(kernel, cc)
+    _, log = cubin.assemble(kernel.compile_ltoir(cc), kernel.name, cc, verbose=True)
     used, spilled = resources(log)
     print(f"{used} registers of {registers}, {spilled} bytes of spill of {spill}")
     assert used <= registers and spilled <= spill

@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 
-from jev_kernels import device, hopper_attention
+from jev_kernels import cubin, device, hopper_attention
 from jev_kernels.ptx_device import i32, ptx, void
 from tests.gpu.attention_problem import Problem, stream, tokens
 
@@ -38,6 +38,7 @@ def watched(cluster: int, milliseconds: float):
     """Make kernels whose waits give up; the notes: flag, count, 0, 0, then (block, thread, barrier, parity) each."""
     notes = torch.zeros(4 * (MOST + 1), dtype=torch.int32, device="cuda")
     text = WAIT.format(notes=notes.data_ptr(), cluster=cluster, patience=int(milliseconds * 1e6), most=MOST)
+    cubin.ENABLED = False                             # files of kernels do not know of this
     hopper_attention.mbar_wait = ptx("mbar_wait", void, (i32, i32), text, "r,r")
     hopper_attention.make_kernel.cache_clear()
     return notes

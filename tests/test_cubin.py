@@ -1,0 +1,105 @@
+"""Machine code kept on disk: read back, made anew when anything it depends on changed or when it is damaged."""
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from numba.cuda import types
+from numba.cuda.core import config
+
+from jev_kernels import cubin, silu
+from jev_kernels.launch import Kernel
+
+if config.ENABLE_CUDASIM:
+    pytest.skip("compiles for real: not under NUMBA_ENABLE_CUDASIM", allow_module_level=True)
+pytest.importorskip("cuda.bindings.nvjitlink")
+
+HOPPER = (9, 0, "a")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jev" / "kernels"
+
+
+def no_compiler(monkeypatch):
+    def compile_ltoir(self, cc):
+        raise AssertionError(f"{self.name} was compiled")
+    monkeypatch.setattr(Kernel, "compile_ltoir", compile_ltoir)
+
+
+def test_code_is_compiled_once_and_read_back(folder, monkeypatch):
+    kernel = silu.silu_mul_kernel(True)
+    made = cubin.code(kernel, HOPPER)
+    assert made.startswith(b"\x7fELF") and "silu_mul" in cubin.entry(made)
+    assert len(list(folder.iterdir())) == 1
+    no_compiler(monkeypatch)
+    assert cubin.code(kernel, HOPPER) == made
+
+
+@pytest.mark.parametrize("damage", [lambda kept: b"", lambda kept: kept[:-1], lambda kept: kept[:99] + b"?" + kept[100:]])
+def test_damaged_code_is_compiled_again(folder, monkeypatch, damage):
+    kernel = silu.silu_mul_kernel(True)
+    cubin.code(kernel, HOPPER)
+    path, = folder.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(UserWarning, match="damaged"):
+        made = cubin.code(kernel, HOPPER)
+    assert cubin.entry(made)
+    no_compiler(monkeypatch)
+    assert cubin.code(kernel, HOPPER) == made
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
+    (tmp_path / "jev").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert cubin.code(silu.silu_mul_kernel(True), HOPPER).startswith(b"\x7fELF")
+
+
+def test_whatever_decides_the_code_decides_its_name(monkeypatch):
+    kernel = silu.silu_mul_kernel(True)
+    names = {cubin.identity(kernel, HOPPER), cubin.identity(kernel, (8, 0)),
+             cubin.identity(silu.silu_mul_kernel(False), HOPPER)}
+    names.add(cubin.identity(_like(kernel, threads=128), HOPPER))
+    names.add(cubin.identity(_like(kernel, signature=types.void(types.int32)), HOPPER))
+    names.add(cubin.identity(_like(kernel, resident=2), HOPPER))
+    for what in ("versions", "sources"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cubin, what, lambda *module: "another")
+            names.add(cubin.identity(kernel, HOPPER))
+    assert len(names) == 8 and None not in names
+
+
+def _like(kernel, threads=None, signature=None, resident=1):
+    made = Kernel(kernel.function, signature or kernel.signature, threads or kernel.threads, resident=resident)
+    made.origin = kernel.origin
+    return made
+
+
+def test_a_kernel_from_inside_a_function_has_no_file(folder):
+    def inner(x):
+        x[0] = 1
+
+    made = Kernel(inner, types.void(types.int32[::1]), 32)
+    assert cubin.identity(made, HOPPER) is None
+    cubin.code(made, HOPPER)
+    assert not folder.exists()
+
+
+def test_sources_follow_every_import():
+    found = dict(cubin.sources("jev_kernels.silu"))
+    assert {"jev_kernels.silu", "jev_kernels.bf16", "jev_kernels.ptx_device", "jev_kernels.pool"} <= set(found)
+    assert "jev_kernels.hopper_gdn" not in found
+    assert "jev_kernels.ptx_device" in dict(cubin.sources("tools.synthetic")), "from another package"
+
+
+def test_another_process_names_the_same_code():
+    code = ("from jev_kernels import cubin, hopper_gemm_wide, silu\n"
+            "print(cubin.identity(silu.silu_mul_kernel(True), (9, 0, 'a')))\n"
+            "print(cubin.identity(hopper_gemm_wide.kernel(hopper_gemm_wide.Config(tokens=128)), (9, 0, 'a')))\n")
+    seen = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}
+    assert len(seen) == 1
+    assert seen.pop().split()[0] == cubin.identity(silu.silu_mul_kernel(True), HOPPER)
