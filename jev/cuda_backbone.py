@@ -27,7 +27,7 @@ from jev_kernels.device import Device
 from jev_kernels.gemm import Gemm
 
 MAX_ROWS = 8192             # rows of a forward, unless one prompt may be longer
-READY_ROWS = 4096           # narrow buckets up to here are captured at start-up, the others when first needed
+READY_ROWS = MAX_ROWS       # narrow buckets up to here are captured at start-up, the others when first needed
 
 
 @contextmanager
@@ -81,6 +81,7 @@ class CudaBackbone:
         self._ops: dict[Bucket, CudaOps] = {}
         with reported("the model cannot be opened on the GPU"):
             self.gemm = Gemm(gpu, cubin.folder() / "gemm.json", tune)
+            self._tune(weights.specs(config))
             self.weights = load(weights.specs(config))
             self.model = weights.assemble(self.weights.held, config)
             self.buffers = Buffers(config, self.buckets, max_length)
@@ -93,30 +94,37 @@ class CudaBackbone:
         log(f"ready in {time.perf_counter() - started:.1f} s, {len(self._graphs)} graphs, "
             f"{device.peak_memory() / 1e9:.1f} GB of GPU memory")
 
+    def _tune(self, specs) -> None:
+        """Choose GEMM algorithms for the buckets that are captured at start-up, while the GPU's memory is still free."""
+        ready = {n for b in self.buckets if not b.wide and b.rows <= self.ready_rows for n in (b.rows, b.lasts)}
+        shapes = dict.fromkeys(s.shape for s in specs if s.key.rsplit(".", 1)[-1] in weights.LINEAR)
+        started = time.perf_counter()
+        chosen = self.gemm.prepare(shapes, sorted(ready))
+        if chosen:
+            self.log(f"{chosen} GEMMs tried and timed in {time.perf_counter() - started:.1f} s")
+
     def _prepare(self) -> None:
         """Compile and run everything once, then capture the buckets that ordinary requests need."""
         started = time.perf_counter()
         pool = row_pool.build([np.zeros(1, np.int32)])
         ready = [b for b in self.buckets if not b.wide and b.rows <= self.ready_rows]
-
-        def run(bucket):
-            self.upload(bucket, pool, pool.last_rows)
-            return self.graph(bucket) if self.use_graphs else self._launch(bucket)
-
         for bucket in dict.fromkeys([self.buckets[0], *ready[-1:]]):     # few rows and many take different kernels
-            run(bucket)
+            self.upload(bucket, pool, pool.last_rows)
+            self._launch(bucket)
         self.stream.synchronize()
         warm = time.perf_counter()
-        if self.use_graphs:
-            for bucket in ready:
-                run(bucket)
-        self.log(f"kernels compiled in {warm - started:.1f} s, graphs of {len(self._graphs)} row buckets captured in "
+        for bucket in ready if self.use_graphs else ():
+            self.graph(bucket)
+        self.log(f"kernels ready in {warm - started:.1f} s, graphs of {len(self._graphs)} row buckets captured in "
                  f"{time.perf_counter() - warm:.1f} s")
 
     def ops(self, bucket: Bucket) -> CudaOps:
-        """The operations bound to a bucket's buffers."""
+        """The operations bound to a bucket's buffers, with their plans."""
         if bucket not in self._ops:
-            self._ops[bucket] = CudaOps(self.config, self.gemm, self.buffers, bucket, self.stream)
+            ops = CudaOps(self.config, self.gemm, self.buffers, bucket, self.stream)
+            with ops.binding():
+                forward(ops, self.model, None)
+            self._ops[bucket] = ops
         return self._ops[bucket]
 
     def _launch(self, bucket: Bucket):
@@ -124,18 +132,12 @@ class CudaBackbone:
         return forward(self.ops(bucket), self.model, None)
 
     def graph(self, bucket: Bucket) -> graphs.Graph | None:
-        """The captured forward of a bucket; None where capturing fails, and then it is launched eagerly.
-
-        The metadata on the device must be laid out for the bucket: before a capture the kernels are launched once,
-        since binding them compiles, allocates and times GEMMs, which a capture does not allow.
-        """
+        """The captured forward of a bucket; None where capturing fails, and then it is launched eagerly."""
         if bucket not in self._graphs:
             ops = self.ops(bucket)
-            self._launch(bucket)
-            self.stream.synchronize()
             try:
                 self._graphs[bucket] = graphs.capture(self.stream, lambda: self._launch(bucket), keep=(ops,))
-            except Exception as e:            # the kernels have just run: what fails is to capture them
+            except Exception as e:            # whatever it is, it concerns the capture alone if eager launches work
                 self.log(f"no graph for {bucket.rows} rows, launching kernel by kernel: {type(e).__name__}: {e}")
                 self._graphs[bucket] = None
         return self._graphs[bucket]

@@ -23,6 +23,8 @@ import numpy as np
 
 from jev.checkpoint import ModelConfig
 
+LINEAR = ("in_proj", "out_proj", "gate_up", "down_proj")      # last part of the keys that ``Ops.linear`` multiplies by
+
 
 class Spec(NamedTuple):
     """One matrix or vector of the model. pieces(tensors): BF16 (uint16) views whose rows, in order, fill ``shape``."""

@@ -286,12 +286,22 @@ class Gemm:
             return hopper_gemm_wide.Plan(x, weight, y, rows, self.maps, self._scratch, self.gpu.multiprocessors)
         return BlasPlan(self.blas, Algorithm.parse(algorithm), x, weight, y, rows)
 
-    def prepare(self, shapes: Iterable[tuple[int, int]], rows: Sequence[int]) -> None:
-        """Admit and time weight shapes (N, K) at numbers of rows ahead of ``linear_plan``, for contiguous arrays."""
+    def prepare(self, shapes: Iterable[tuple[int, int]], rows: Sequence[int]) -> int:
+        """Admit and time weight shapes (N, K) at numbers of rows ahead of ``linear_plan``, for contiguous arrays.
+
+        Returns how many were not remembered from an earlier run.
+        """
+        new = 0
         for n, k in shapes:
             for m in sorted(rows, reverse=True):                  # the largest first: its trial serves the others
-                self.choice((m, n, k, k, k, n), 256)
+                key = (m, n, k, k, k, n)
+                if self._remembered(key, 256) is None:
+                    self._choose(key, 256)
+                    new += 1
             self.release()
+            if new:
+                self.cache.save()
+        return new
 
     def release(self) -> None:
         """Free the memory of the last trial."""
@@ -301,11 +311,26 @@ class Gemm:
 
     def choice(self, key: tuple, alignment: int = 256) -> Choice:
         """The algorithm for (m, n, k, ldx, ldw, ldy): remembered, or admitted and timed now. Raises NoAlgorithm."""
+        kept = self._remembered(key, alignment)
+        if kept is None:
+            kept = self._choose(key, alignment)
+            self.cache.save()
+        return kept
+
+    @staticmethod
+    def _entry(key: tuple, alignment: int) -> tuple[str, str]:
         m, n, k, ldx, ldw, ldy = key
-        shape, entry = f"{n}x{k}", "/".join(map(str, (m, ldx, ldw, ldy, alignment)))
-        kept = self.cache.get(shape, entry)
+        return f"{n}x{k}", "/".join(map(str, (m, ldx, ldw, ldy, alignment)))
+
+    def _remembered(self, key: tuple, alignment: int) -> Choice | None:
+        kept = self.cache.get(*self._entry(key, alignment))
         if kept is not None and (kept[1] is not None or not self.tune) and self._usable(key, kept[0]):
             return Choice(*kept)
+        return None
+
+    def _choose(self, key: tuple, alignment: int) -> Choice:
+        m, n, k, *_ = key
+        shape, entry = self._entry(key, alignment)
         admitted = [c for c in self.admit(key, alignment) if c.differing == 0]
         if not admitted:
             raise NoAlgorithm(f"GEMM {n} x {k} at {m} rows: no algorithm gives the bits of the reference "
@@ -315,7 +340,6 @@ class Gemm:
             times = self.measure(key, [c.algorithm for c in admitted])
             chosen = Choice(*fastest(list(times.items())))
         self.cache.put(shape, entry, [chosen.algorithm, chosen.us and round(chosen.us, 2)])
-        self.cache.save()
         return chosen
 
     def _usable(self, key: tuple, algorithm: str) -> bool:

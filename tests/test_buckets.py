@@ -15,8 +15,8 @@ BUCKETS = [Bucket(rows, wide) for wide in (False, True) for rows in row_counts(8
 
 def test_row_counts_cover_every_length_and_stop_at_the_maximum():
     counts = list(row_counts(5000))
-    assert counts[0] == 64 and counts[-1] >= 5000 > counts[-2]
-    assert all(b > a and b % 64 == 0 for a, b in zip(counts, counts[1:]))
+    assert counts[0] == 16 and counts[-1] >= 5000 > counts[-2]
+    assert all(b > a and b % 16 == 0 for a, b in zip(counts, counts[1:]))
 
 
 @settings(max_examples=80, deadline=None)
@@ -48,13 +48,19 @@ def test_one_sequence_takes_the_first_bucket_with_enough_rows(length):
     assert not bucket.wide and bucket.rows == next(r for r in row_counts(8192) if r >= length)
 
 
-def test_many_short_branches_take_a_wide_bucket_of_about_their_rows():
+def test_many_short_branches_take_a_bucket_of_about_their_rows():
     prefix = np.arange(300)
     pool = row_pool.build([np.append(prefix, 1000 + i) for i in range(255)])
-    bucket = choose(pool, BUCKETS)
-    assert bucket.wide and bucket.rows <= 640
+    assert choose(pool, BUCKETS) == Bucket(576)
+    pool = row_pool.build([np.append(prefix, 1000 + i) for i in range(300)])
+    assert choose(pool, BUCKETS) == Bucket(640, wide=True)
     pool = row_pool.build([np.concatenate([np.arange(3000), [5000 + i] * 10]) for i in range(255)])
-    assert choose(pool, BUCKETS).wide
+    assert choose(pool, BUCKETS) == Bucket(5632)
+
+
+def test_last_rows_are_multiplied_at_numbers_of_rows_that_buckets_have():
+    rows = set(row_counts(8192))
+    assert all(b.lasts in rows for b in BUCKETS)
 
 
 @pytest.mark.parametrize("options, state", [(2, 100), (20, 1000), (50, 1000), (100, 300), (20, 3000)])

@@ -158,7 +158,7 @@ def main(argv=None) -> None:
     parser.add_argument("--json")
     parser.add_argument("--layers")
     parser.add_argument("--no-graph", action="store_true")
-    parser.add_argument("--ready-rows", default="4096", help="row buckets captured at start-up, see synthetic_worker")
+    parser.add_argument("--ready-rows", help="row buckets captured at start-up, see synthetic_worker")
     parser.add_argument("--only", default="sequential,new,questions,choices,concurrent")
     args = parser.parse_args(argv)
     only = args.only.split(",")
@@ -170,7 +170,7 @@ def main(argv=None) -> None:
     encode = lambda request: json.dumps(request).encode()  # noqa: E731
     bodies = [encode(prompts.noul(n)) for n in lengths]
     options = (["--layers", args.layers] if args.layers else []) + (["--no-graph"] if args.no_graph else [])
-    options += ["--ready-rows", args.ready_rows]
+    options += ["--ready-rows", args.ready_rows] if args.ready_rows else []
     service = Service(folder, tokenizer, options)
     results: dict = {"start_seconds": service.start_seconds, "lengths": lengths}
     print(f"worker and gateway ready after {service.start_seconds:.1f} s\n{'ms':<44}{'n':>6}{'mean':>9}{'p50':>9}{'p95':>9}")

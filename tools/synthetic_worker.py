@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jev.app import create_app  # noqa: E402
 from jev.checkpoint import PINNED, Export, Head, Manifest  # noqa: E402
+from jev.cuda_backbone import READY_ROWS  # noqa: E402
 from jev.engine import Engine  # noqa: E402
 from jev.server import Server, bind  # noqa: E402
 from jev.settings import Settings  # noqa: E402
@@ -65,7 +66,7 @@ def main(argv=None) -> None:
     parser.add_argument("--model", choices=synthetic.CONFIGS, default="27b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--no-graph", action="store_true")
-    parser.add_argument("--ready-rows", type=int, default=4096, help="capture narrow row buckets up to here at start-up")
+    parser.add_argument("--ready-rows", type=int, default=READY_ROWS, help="capture narrow row buckets up to here at start-up")
     args = parser.parse_args(argv)
     started = time.perf_counter()
     config = synthetic.config(args.model, args.layers)

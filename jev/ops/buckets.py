@@ -2,7 +2,8 @@
 
 Kernels read how much there is to do from int32 arrays in device memory (``jev_kernels.pool``), so one captured graph
 serves every pool that fits its bucket. A bucket is a number of rows and a class: *narrow* buckets hold what ordinary
-requests need; *wide* ones have room for many short branches (a choice of 255 options), at the price of larger grids.
+requests need, a choice of 255 options among them; *wide* ones have room for more branches, at the price of a last layer
+over as many rows.
 """
 from __future__ import annotations
 
@@ -30,13 +31,18 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Capacities of one captured forward pass. rows: activations have this many; wide: many branches."""
+    """Capacities of one captured forward pass. rows: activations have this many; wide: many branches.
+
+    Multiples of 16: each number of last rows is then also a bucket's number of rows, and GEMMs are tuned for both at once.
+    """
     rows: int
     wide: bool = False
 
     @property
     def branches(self) -> int:
-        return min(self.rows, MAX_BRANCHES) if self.wide else min(max(16, self.rows // 8), 128)
+        if self.wide:
+            return min(self.rows, MAX_BRANCHES)
+        return max(16, self.rows // 4 // 16 * 16) if self.rows < 512 else 256
 
     @property
     def lasts(self) -> int:
@@ -95,11 +101,12 @@ class Bucket:
 def row_counts(max_rows: int) -> Iterator[int]:
     """The row counts of buckets, up to the first that holds ``max_rows``.
 
-    Rows between the live ones and the bucket's are multiplied like any other: finer steps save that and cost graphs.
+    Rows between the live ones and the bucket's are multiplied like any other: finer steps save that and cost graphs
+    (17 MB each, for the 27B, and their part of the start-up).
     """
     rows = 0
     while rows < max_rows:
-        rows += 64 if rows < 512 else 128 if rows < 4096 else 512
+        rows += 16 if rows < 512 else 64 if rows < 1024 else 128 if rows < 4096 else 512
         yield rows
 
 

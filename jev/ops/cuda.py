@@ -20,7 +20,8 @@ After the last mixer the pass goes on with the last rows alone, in buffers of th
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +121,8 @@ class Buffers:
 class CudaOps:
     """``Ops`` for one bucket: launches into ``stream``, results in the bucket's buffers.
 
-    ``pool`` arguments are not read: what they describe is in the metadata on the device.
+    ``pool`` arguments are not read: what they describe is in the metadata on the device. Operations bind GEMM and
+    attention plans at first use, which takes time and memory; ``binding`` does that ahead.
 
     pdl: launch every kernel so that it may start while the one before it still runs.
     """
@@ -136,6 +138,7 @@ class CudaOps:
         self.columns = {"full_attention": attention_columns(config), "linear_attention": gdn_columns(config)}
         self._plans: dict[tuple, Any] = {}
         self._slices: dict[tuple, Any] = {}
+        self._binding = False
 
     def load(self, specs, tensors, progress=None) -> dict[str, Weight]:
         return CudaWeights.from_tensors(specs, tensors, progress).held
@@ -163,6 +166,17 @@ class CudaOps:
             self._slices[key] = self.activations[f"projected/{kind}"][:rows, self.columns[kind][name]]
         return self._slices[key]
 
+    @contextmanager
+    def binding(self) -> Iterator[None]:
+        """Inside, operations make their plans and return their buffers, but launch nothing."""
+        device.synchronize()
+        self._binding = True
+        try:
+            yield
+        finally:
+            self._binding = False
+            device.synchronize()
+
     def _plan(self, key, make: Callable[[], Any]):
         """The plan of this key, made by ``make`` at its first use.
 
@@ -170,27 +184,31 @@ class CudaOps:
         that our stream may be running; and our stream would not wait by itself for the copy of a new tensor map.
         """
         if key not in self._plans:
-            device.synchronize()
+            if not self._binding:
+                with self.binding():
+                    return self._plan(key, make)
             self._plans[key] = make()
-            device.synchronize()
         return self._plans[key]
+
+    def _launch(self, launch: Callable, *args, pdl: bool = True) -> None:
+        if not self._binding:
+            launch(self.stream, *args, pdl=self.pdl and pdl)
 
     def embed(self, table: Weight, pool):
         x = self.activations["residual"]
         # No early start: the copy of the metadata may be right before this kernel, which reads it at once.
-        embed.embed(self.stream, table.array, self.metadata["ids"], x, self.counts[""])
+        self._launch(embed.embed, table.array, self.metadata["ids"], x, self.counts[""], pdl=False)
         return x
 
     def rms_norm(self, x, weight: Weight):
         y = self.activations[self._prefix(x) + "x"]
-        rms_norm.rms_norm(self.stream, x, weight.array, y, self.counts[self._prefix(x)], self.eps, pdl=self.pdl)
+        self._launch(rms_norm.rms_norm, x, weight.array, y, self.counts[self._prefix(x)], self.eps)
         return y
 
     def add_rms_norm(self, residual, delta, weight: Weight):
         prefix = self._prefix(residual)
         y = self.activations[prefix + "x"]
-        rms_norm.add_rms_norm(self.stream, residual, delta, weight.array, y, self.counts[prefix], self.eps,
-                              pdl=self.pdl)
+        self._launch(rms_norm.add_rms_norm, residual, delta, weight.array, y, self.counts[prefix], self.eps)
         return residual, y
 
     def linear(self, x, weight: Weight):
@@ -205,32 +223,31 @@ class CudaOps:
             return self.gemm.linear_plan(x, weight.array, target, rows), target
 
         plan, target = self._plan((weight.key, address(x)), make)
-        plan(self.stream, pdl=self.pdl)
+        self._launch(plan)
         return target
 
     def gdn_conv_gates(self, projected, conv: Weight, a_log: Weight, dt_bias: Weight, pool):
         qkv, b, a = (self._part("linear_attention", name, self.bucket.rows) for name in ("qkv", "b", "a"))
         y, g, beta = (self.activations[name] for name in ("conv", "g", "beta"))
-        gdn_conv.gdn_conv_gates(self.stream, qkv, conv.array, self.metadata["parents"], b, a, a_log.array,
-                                dt_bias.array, y, beta, g, self.counts[""], pdl=self.pdl)
+        self._launch(gdn_conv.gdn_conv_gates, qkv, conv.array, self.metadata["parents"], b, a, a_log.array, dt_bias.array,
+                     y, beta, g, self.counts[""])
         return y, g, beta
 
     def gated_delta_rule(self, qkv, g, beta, pool):
         m, o = self.metadata, self.activations["mixed/linear_attention"]
-        gdn.gated_delta_rule(self.stream, qkv, g, beta, o, m["counts"], m["chunk_rows"], m["chunk_out_rows"],
-                             m["chunk_slots"], m["runs"], self.buffers.states, self.buffers.scratch, pdl=self.pdl)
+        self._launch(gdn.gated_delta_rule, qkv, g, beta, o, m["counts"], m["chunk_rows"], m["chunk_out_rows"],
+                     m["chunk_slots"], m["runs"], self.buffers.states, self.buffers.scratch)
         return o
 
     def gated_rms_norm(self, o, projected, weight: Weight):
         z = self._part("linear_attention", "z", self.bucket.rows)
-        rms_norm.gated_rms_norm(self.stream, o, z, weight.array, o, self.counts[""], self.eps, pdl=self.pdl)
+        self._launch(rms_norm.gated_rms_norm, o, z, weight.array, o, self.counts[""], self.eps)
         return o
 
     def qk_rope(self, projected, q_norm: Weight, k_norm: Weight, pool):
         c = self.config
-        rope.qk_rope(self.stream, projected, q_norm.array, k_norm.array, self.buffers.rope_table,
-                     self.metadata["positions"], self.counts[""], c.num_attention_heads, c.num_key_value_heads,
-                     self.eps, pdl=self.pdl)
+        self._launch(rope.qk_rope, projected, q_norm.array, k_norm.array, self.buffers.rope_table,
+                     self.metadata["positions"], self.counts[""], c.num_attention_heads, c.num_key_value_heads, self.eps)
         return projected
 
     def gated_attention(self, projected, pool):
@@ -238,19 +255,19 @@ class CudaOps:
         rows = self.bucket.rows + PADDING
         q, gate, k, v = (self._part("full_attention", name, rows) for name in ("q", "gate", "k", "v"))
         plan = self._plan("attention", lambda: attention.Plan(q, k, v, gate, out, m["counts"], m["tiles"], m["paths"]))
-        plan(self.stream, pdl=self.pdl)
+        self._launch(plan)
         return out
 
     def silu_mul(self, gate_up):
         prefix = self._prefix(gate_up)
         y = self.activations[prefix + "act"]
-        silu.silu_mul(self.stream, gate_up, y, self.counts[prefix], pdl=self.pdl)
+        self._launch(silu.silu_mul, gate_up, y, self.counts[prefix])
         return y
 
     def gather_rows(self, x, pool):
         name = next(n for n, a in self.activations.items() if a is x)
         y = self.activations["last_" + name]
-        embed.gather_rows(self.stream, x, self.metadata["last_rows"], y, self.counts[""], pdl=self.pdl)
+        self._launch(embed.gather_rows, x, self.metadata["last_rows"], y, self.counts[""])
         return y
 
     @property
