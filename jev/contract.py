@@ -29,6 +29,7 @@ MAX_ERRORS = 16
 KINDS = ("choice", "score", "noul")
 _IS_CORRECT = "Is this proposed answer correct? Answer Yes or No."
 _IS_YES = "Is the answer to this question yes? Answer Yes or No."
+ENDINGS = (_IS_CORRECT, _IS_YES)        # the last part of every prompt is one of these
 _ABSENT = object()
 
 

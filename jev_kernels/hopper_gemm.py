@@ -40,9 +40,9 @@ from numba.cuda.extending import intrinsic
 
 from jev_kernels import cubin, device
 from jev_kernels.launch import Kernel, address, check
-from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, i32, mbar_arrive_at, mbar_expect,
-                             mbar_fence, mbar_init, mbar_wait, pdl_launch, pdl_wait, smem_addr, tma_load, tma_multicast,
-                             u64)
+from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, f32, fence_async, i32, mbar_arrive_at,
+                             mbar_expect, mbar_fence, mbar_init, mbar_wait, named_sync, pdl_launch, pdl_wait,
+                             smem_addr, sts2, tma_load, tma_multicast, u64)
 
 MAX_ROWS = 128                          # tokens; above, see hopper_gemm_wide.py and cuBLASLt
 MAX_SLAB = 320                          # weight rows of a block: 160 accumulators a thread
@@ -309,8 +309,17 @@ def kernel(config: Config) -> Kernel:
                         phase = i32(phase ^ 1)
         else:
             # Consumers touch x only through the ring, and write y only after its last slice: after the producer's wait.
-            a_first = ring + (warp >> 2) * (64 * 128)
+            group = warp >> 2
+            a_first = ring + group * (64 * 128)
             b_first = ring + XB
+            # Rows that no copy fills are multiplied too, and thrown away: as zeros they cost far less power.
+            filled = max(0, min(64, (x_rows if SPLIT else CL * x_rows) - group * 64)) * 128
+            for s in range(STAGES):
+                for c in range(SLICES):
+                    for at in range(filled + (tid & 127) * 8, 64 * 128, 1024):
+                        sts2(a_first + s * SB + c * XS + at, f32(0), f32(0))
+            fence_async()
+            named_sync(group + 1, 128)
             acc = zero()
             before = i32(0)
             for k in range(steps):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jev.contract import MAX_ERRORS, ContractError, Request, parse_request
-from jev.processor import QWEN2_SPLIT, QWEN3_5_SPLIT, Processor, ProcessorError, separable
+from jev.processor import QWEN2_SPLIT, QWEN3_5_SPLIT, Processor, ProcessorError, pieces, separable
 
 NAMES = ("jev-latest",)
 MODEL_ROWS = 248_320
@@ -130,6 +130,38 @@ def test_a_newline_before_an_ascii_letter_is_a_cut(processor, left, right, lette
 
     left, right = left + "\n", letter + right
     assert encode(left + right) == encode(left) + encode(right)
+
+
+@settings(deadline=None, max_examples=300)
+@given(tricky, tricky, st.sampled_from("Az"), st.sampled_from("sQ"))
+def test_a_space_between_ascii_letters_is_a_cut(processor, left, right, last, first):
+    def encode(text: str) -> list[int]:
+        return processor._tokenizer.encode(text, add_special_tokens=False).ids
+
+    left, right = left + last, " " + first + right
+    assert encode(left + right) == encode(left) + encode(right)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(tricky | st.sampled_from(["word word ", "it's a b's c ", "a1 b2 c3 "]), max_size=30).map("".join), st.integers(1, 40))
+def test_pieces_make_up_the_text_and_its_tokens(processor, text, characters):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jev.processor.PIECE_CHARACTERS", characters)
+        found = pieces(text)
+        assert "".join(found) == text and all(found) == bool(text)
+        assert list(processor._encode_texts([text])[text]) == processor._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_long_state_is_tokenized_in_pieces(processor, monkeypatch):
+    sent = []
+    encode = processor._encode_batch
+    monkeypatch.setattr(processor, "_encode_batch", lambda texts: sent.extend(texts) or encode(texts))
+    state = "The parcel arrived late, and it's damaged. " * 100
+    request = request_of(state, {"n": NOUL})
+    ids, = processor.encode(request)
+    assert max(map(len, sent)) < 1700 and len(sent) > 4
+    assert list(ids) == list(processor.tokenize("".join(request.questions[0].parts[0])))
+    assert pieces("\u732b" * 5000) == ["\u732b" * 5000], "nowhere to cut"
 
 
 def test_batches_of_parts_change_nothing(processor, monkeypatch):
