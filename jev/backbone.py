@@ -52,7 +52,7 @@ def linear_attention(ops: Ops, layer: Layer, x: Matrix, pool: RowPool) -> Matrix
 
 
 class Backbone(Protocol):
-    """A loaded backbone as the engine sees it. Not thread-safe: one inference thread uses it."""
+    """A loaded backbone as the engine sees it. For one thread at a time, whichever."""
     name: str           # "cuda" or "numpy"
     max_rows: int       # rows that one forward pass takes
 

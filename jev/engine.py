@@ -2,7 +2,7 @@
 
     bytes -> place in the queue -> questions and prompts -> token ids -> scores (shared forwards) -> typed answers
 
-``answer`` may be called from any number of threads. The backbone is only ever used by the scheduler's one thread.
+``answer`` may be called from any number of threads. The scheduler lets one at a time use the backbone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Engine:
     """Answers requests with one export on one backbone. Raises BackendError, ProcessorError or InferenceError if it
     cannot.
 
-    When the constructor returns, a real inference has run (``ready``). ``close`` ends the inference thread and closes
-    the backbone.
+    When the constructor returns, a real inference has run (``ready``). ``close`` waits for a running forward and closes the
+    backbone.
     """
 
     def __init__(self, export: Export, backbone: Backbone, settings: Settings) -> None:
@@ -128,7 +128,7 @@ class Engine:
         self.scheduler.drain()
 
     def close(self) -> None:
-        """Stop the inference thread, failing what still waits, and release the backbone."""
+        """Fail what still waits and release the backbone."""
         self.scheduler.close(timeout=5)
         self.backbone.close()
 
@@ -139,7 +139,7 @@ class Engine:
         return scores
 
     def _probe(self) -> None:
-        """After a failed forward: does the backbone still work? Runs on the inference thread."""
+        """After a failed forward: does the backbone still work? No other forward runs meanwhile."""
         self.ready = False
         try:
             scores = self._infer(self._warm_up)

@@ -66,7 +66,7 @@ def start():
         if isinstance(scheduler._infer, Gated):
             scheduler._infer.gate.set()
         scheduler.close(timeout=10)
-        assert not scheduler._thread.is_alive()
+        assert scheduler._leader is None
 
 
 def submit(scheduler: Scheduler, sequences: list[np.ndarray], cancelled=None):
@@ -148,8 +148,16 @@ def test_duplicates_do_not_make_a_forward_of_unlimited_width():
 # Running
 
 
-def test_scores_come_back_in_order_from_one_thread(start, pool):
-    scheduler = start(Gated(), max_rows=200)
+def test_scores_come_back_in_order_from_one_forward_at_a_time(start, pool):
+    running = threading.Lock()
+
+    def infer(sequences):
+        assert running.acquire(blocking=False), "two forwards at once"
+        try:
+            return score(sequences)
+        finally:
+            running.release()
+    scheduler = start(infer, max_rows=200)
     requests = [family(i, 1 + i % 40) for i in range(100)]
     admitted = threading.Semaphore(16)
 
@@ -316,6 +324,36 @@ def test_the_rest_of_a_split_request_is_dropped_once_a_part_failed(start, pool):
     with pytest.raises(InferenceError):
         submit(scheduler, family(1, 100))
     assert len(calls) == 1 and scheduler.admitted == 0
+
+
+def test_the_main_thread_can_be_interrupted_while_it_leads(start, pool, caplog):
+    def infer(sequences):
+        raise KeyboardInterrupt
+    scheduler = start(infer)
+    with pytest.raises(KeyboardInterrupt):
+        submit(scheduler, family(0, 1))
+    assert scheduler.admitted == 0 and not caplog.records
+    scheduler._infer = score
+    assert pool.submit(submit, scheduler, family(1, 2)).result(10).scores.size == 2
+
+
+def test_whoever_was_to_lead_may_leave(start, pool):
+    """The next in line is gone just when it is appointed: the one behind it leads."""
+    infer = Gated(gate=True)
+    scheduler = start(infer, max_rows=30)
+    running = pool.submit(submit, scheduler, family(0, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    gone = threading.Event()
+    leaving = pool.submit(submit, scheduler, family(1, 1), gone.is_set)
+    eventually(lambda: len(scheduler._waiting) == 1)
+    staying = pool.submit(submit, scheduler, family(2, 1))
+    eventually(lambda: len(scheduler._waiting) == 2)
+    gone.set()
+    infer.gate.set()
+    assert staying.result(10).scores.size == 1 and running.result(10)
+    with pytest.raises(Cancelled):
+        leaving.result(10)
+    assert scheduler._leader is None and scheduler.admitted == 0
 
 
 def test_drain_answers_what_was_admitted(start, pool):
