@@ -146,6 +146,7 @@ class CudaBackbone:
         """Put the pool's metadata on the device, laid out for ``bucket``; last_rows: its distinct last rows."""
         used = bucket.pack(pool, last_rows, self.host_metadata)
         device.to_device(self.buffers.metadata, self.host_metadata[:used], self.stream)
+        self.ops(bucket).clear(pool.n_rows)
 
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
         """BF16 (uint16) [n, hidden] of each sequence's last token, and the rows that were computed."""

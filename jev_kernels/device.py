@@ -337,6 +337,12 @@ def fill(array, value: int, stream) -> None:
     check(set_(_address(array), value, array.size, stream_address(stream)))
 
 
+def zero(pointer: int, nbytes: int, stream) -> None:
+    """Set bytes of device memory to 0."""
+    from cuda.bindings import driver
+    check(driver.cuMemsetD8Async(pointer, 0, nbytes, stream_address(stream)))
+
+
 def _address(target, host: np.ndarray | None = None) -> int:
     if host is not None and not host.flags.c_contiguous:
         raise ValueError("the host array must be contiguous")

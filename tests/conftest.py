@@ -5,12 +5,24 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import pre_tokenizers
 
 DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """What a test makes of SIGINT and SIGTERM (`jev serve` in this process, say) ends with it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

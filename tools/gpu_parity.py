@@ -48,12 +48,18 @@ def float64_hidden(config: ModelConfig, held: dict, ids: list[np.ndarray]) -> np
 
 
 @torch.inference_mode()
-def distances(config: ModelConfig, seed: int = 0, lengths=LENGTHS, **options) -> dict[str, float]:
-    """{"ours", "transformers": distance from float64, "apart": from each other, "ratio", "peak_gb" of our backbone}."""
+def distances(config: ModelConfig, seed: int = 0, lengths=LENGTHS, repeats: int = 1, **options) -> dict[str, float]:
+    """{"ours", "transformers": distance from float64, "apart": from each other, "ratio", "peak_gb" of our backbone}.
+
+    AssertionError unless ``repeats`` forward passes give the same bits.
+    """
     ours = synthetic_backbone(config, seed, **options)
-    peak = peak_memory() / 1e9
     ids = sequences(config, seed, lengths)
-    hidden = bf16.to_float32(ours.hidden(ids)[0]).astype(np.float64)
+    first = ours.hidden(ids)[0]
+    for i in range(1, repeats):
+        assert (ours.hidden(ids)[0] == first).all(), f"forward {i} gave other bits"
+    peak = peak_memory() / 1e9
+    hidden = bf16.to_float32(first).astype(np.float64)
     exact = float64_hidden(config, ours.weights.held, ids)
     model = transformers_model(config, ours.weights.held)
     theirs = torch.stack([transformers_hidden(model, s) for s in ids]).cpu().numpy()

@@ -1,9 +1,6 @@
 """Gated attention on a GPU: float64, bits that depend on a row's prefix only, the gate, graphs under PDL."""
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from jev.row_pool import build                                                             # noqa: E402
 from jev_kernels import attention, device                                                  # noqa: E402
+from tests.gpu import sanitizer                                                         # noqa: E402
 from tests.gpu.attention_problem import D, POISON, U16, Problem, relative_error, stream, tokens   # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -161,11 +159,4 @@ def test_repeats(kind):
 @KINDS
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool, kind):
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("needs compute-sanitizer")
-    code = f"from tests.gpu.attention_problem import one_pass; one_pass({kind!r})"
-    done = subprocess.run(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
-                          capture_output=True, text=True, timeout=250)
-    if "not supported" in done.stdout:
-        pytest.skip("compute-sanitizer cannot use this device")
-    assert done.returncode == 0 and "one pass: ok" in done.stdout, (done.stdout + done.stderr)[-3000:]
+    sanitizer.check(tool, f"from tests.gpu.attention_problem import one_pass; one_pass({kind!r})")

@@ -1,17 +1,21 @@
 """The CUDA backbone as a whole: near float64, the same bits in any company, with graphs and without."""
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
-from jev import backbone, row_pool
+from jev import backbone, contract, row_pool
 from jev.audit import paired
 from jev.checkpoint import ModelConfig
+from jev.engine import Engine
 from jev.ops.audit import AuditOps
 from jev.ops.numpy import NumpyOps
+from jev.settings import Settings
 from jev.weights import assemble
 from jev_kernels import bf16
-from tests import yardstick
+from tests import fakes, yardstick
 from tools import synthetic
 from tools.bench_forward import synthetic_backbone
 
@@ -110,6 +114,23 @@ def test_graphs_and_eager_launches_give_the_same_bits(small):
     eager.close()
 
 
+def test_a_thousand_requests(small):
+    """Random requests of one to six prompts: the same bits alone, in random company, and without graphs."""
+    eager = synthetic_backbone(SMALL, graph=False, **QUICK)
+    rng = np.random.default_rng(8)
+    requests = [tree(rng, int(rng.integers(1, 7)), SMALL.vocab_size, longest=int(rng.choice([40, 120, 400])))
+                for _ in range(1000)]
+    alone = [small.hidden(request)[0] for request in requests]
+    order = rng.permutation(len(requests))
+    while len(order):
+        group, order = np.split(order, [min(len(order), int(rng.integers(1, 30)))])
+        for made in (small, eager):
+            together = made.hidden([s for i in group for s in requests[i]])[0]
+            parts = np.split(together, np.cumsum([len(requests[i]) for i in group])[:-1])
+            assert all((part == alone[i]).all() for i, part in zip(group, parts)), group
+    eager.close()
+
+
 def test_every_bucket_gives_the_same_bits(small):
     """The graph of each bucket, also far larger than the pool needs."""
     rng = np.random.default_rng(5)
@@ -143,6 +164,40 @@ def test_repeated_runs_are_bit_equal_and_stale_rows_do_not_matter(small):
         assert (small.hidden(sequences)[0] == first).all(), i
 
 
+def decision(answer: dict) -> object:
+    """What a client acts on: the option, the more probable truth, the most probable level."""
+    if answer["type"] == "noul":
+        return answer["noul"] > 0.5
+    return max(answer["probabilities"], key=answer["probabilities"].get)
+
+
+def test_the_demo_checkpoint_decides_as_on_a_cpu(tmp_path):
+    """The same decisions; hidden states as far from float64 as the NumPy backend's, by the yardstick."""
+    export = fakes.demo_export(tmp_path)
+    exact = backbone.NumpyBackbone(export, precision="float64")
+    numpy, cuda = (Engine(export, backbone.open_backbone(export, name, log=lambda line: None), Settings())
+                   for name in ("numpy", "cuda"))
+    rng = np.random.default_rng(9)
+    words = "late broken early intact lost found paid owed red blue".split()
+    distances = []
+    for i in range(12):
+        names = {f"{rng.choice(words)} {n}": None for n in range(int(rng.integers(2, 12)))}
+        body = json.dumps({"state": " ".join(rng.choice(words, int(rng.integers(3, 200)))), "questions": {
+            "pick": {"type": "choice", "instructions": "Which?", "criteria": names},
+            "yes": {"type": "noul", "instructions": "Is it so?"},
+            "grade": {"type": "score", "instructions": "How good?", "criteria": ["bad", "fair", "good"]}}}).encode()
+        ours, theirs = (engine.answer(body)["answers"] for engine in (cuda, numpy))
+        assert {k: decision(a) for k, a in ours.items()} == {k: decision(a) for k, a in theirs.items()}
+        ids = cuda.processor.encode(contract.parse_request(body, export.model_names))
+        right = exact.hidden(ids)[0]
+        distances.append([yardstick.distance(bf16.to_float32(e.backbone.hidden(ids)[0]).astype(np.float64), right)
+                          for e in (cuda, numpy)])
+    ratio = np.mean(distances, axis=0)
+    assert ratio[0] <= yardstick.MEAN_RATIO * ratio[1], ratio
+    for engine in (numpy, cuda):
+        engine.close()
+
+
 @pytest.mark.parametrize("model", ["27b", "9b"])
 def test_four_layers_of_true_width_against_transformers(model):
     from tools.gpu_parity import distances
@@ -151,3 +206,12 @@ def test_four_layers_of_true_width_against_transformers(model):
         d = distances(synthetic.config(model, 4), seed, graph=False, **QUICK)
         ratios.append(d["ratio"])
     yardstick.check(model, ratios)
+
+
+def test_the_whole_model():
+    """64 layers of the 27B: finite, the same bits 20 times, as near to float64 as Transformers, within the memory."""
+    from tools.gpu_parity import distances
+    d = distances(synthetic.config("27b"), repeats=20, graph=True, **QUICK)
+    print({name: float(f"{value:.4g}") for name, value in d.items()})
+    yardstick.check("27b", [d["ratio"]])
+    assert d["peak_gb"] <= 58

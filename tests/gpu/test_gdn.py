@@ -1,9 +1,6 @@
 """The gated delta rule on a GPU: against float64, the same bits in any company, in graphs with dependent launches."""
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from jev_kernels import gdn                                             # noqa: E402
+from tests.gpu import sanitizer                                        # noqa: E402
 from tests.gpu.gdn_problem import KINDS, Problem, capture, error, inputs, reference      # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -197,11 +195,4 @@ def test_arguments_are_checked():
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool, hopper):
     """One pass over a small tree under compute-sanitizer."""
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("needs compute-sanitizer")
-    code = f"from tests.gpu.gdn_problem import one_pass; one_pass({hopper})"
-    done = subprocess.run(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
-                          capture_output=True, text=True, timeout=250)
-    if "not supported" in done.stdout:
-        pytest.skip("compute-sanitizer cannot use this device")
-    assert done.returncode == 0 and "one pass: ok" in done.stdout, (done.stdout + done.stderr)[-3000:]
+    sanitizer.check(tool, f"from tests.gpu.gdn_problem import one_pass; one_pass({hopper})")

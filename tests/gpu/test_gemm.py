@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from jev_kernels import device, gemm as gemms, hopper_gemm            # noqa: E402
 from jev_kernels.gemm import OWN, WIDE, Gemm, NoAlgorithm              # noqa: E402
 from jev_kernels.graph import capture                                  # noqa: E402
+from tests.gpu import sanitizer                                        # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -219,3 +220,24 @@ def test_random_data_are_what_they_say(gemm):
         v = values(a).float()
         assert abs(v.mean().item()) < 0.01 and abs(v.std().item() - 1) < 0.01 and np.isfinite(v.cpu().numpy()).all()
         assert len(torch.unique(bits(a)[0])) > 200 and not torch.equal(bits(a)[0], bits(a)[1])
+
+
+def one_pass() -> None:
+    """Both kernels of ours once, with every kind of edge, for compute-sanitizer."""
+    gemm = Gemm(device.find_device(), tune=False)
+    for name, m, n, k in ((OWN, 77, 264, 192), (OWN, 40, 34816, 64), (WIDE, 130, 264, 128), (WIDE, 200, 17000, 192)):
+        with device.Arena(2 * (n * k + m * k + m * n) + 2048, "test") as arena:
+            w, x, y = arena.take((n, k)), arena.take((m, k)), arena.take((m, n))
+            gemms.RANDOM(gemm.stream, 1056, w, 5, 0.0)
+            gemms.RANDOM(gemm.stream, 1056, x, 7, 1.0)
+            gemm.bind(name, x, w, y, m)(gemm.stream)
+            gemm.stream.synchronize()
+            assert error(y, x, w) < 3e-3, (name, m, n, k)
+    print("one pass: ok")
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(gpu, tool):
+    if not gpu.hopper:
+        pytest.skip("our kernels need Hopper")
+    sanitizer.check(tool, "from tests.gpu.test_gemm import one_pass; one_pass()")

@@ -1,9 +1,6 @@
 """The row-wise kernels on a GPU, at the widths of the models, against float64; the same bits in any company."""
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +8,7 @@ from numba import cuda
 
 from jev_kernels import device, embed, gdn_conv, rms_norm, rope, silu
 from jev_kernels.graph import capture
+from tests.gpu import sanitizer
 from tests.kernels import checks
 
 pytestmark = pytest.mark.gpu
@@ -176,11 +174,4 @@ def test_chains_with_programmatic_dependent_launch(rows, rng):
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool):
     """One pass of each kernel under compute-sanitizer."""
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("needs compute-sanitizer")
-    code = "from tests.kernels.checks import one_pass; one_pass()"
-    done = subprocess.run(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code],
-                          capture_output=True, text=True, timeout=250)
-    if "not supported" in done.stdout:
-        pytest.skip("compute-sanitizer cannot use this device")
-    assert done.returncode == 0 and "one pass: ok" in done.stdout, (done.stdout + done.stderr)[-3000:]
+    sanitizer.check(tool, "from tests.kernels.checks import one_pass; one_pass()")

@@ -7,6 +7,8 @@ an arena is an allocation of its own, and full of garbage.
 """
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
@@ -64,6 +66,10 @@ def to_host(host: np.ndarray, src, stream) -> None:
 
 def fill(array, value: int, stream) -> None:
     array[:] = value
+
+
+def zero(pointer: int, nbytes: int, stream) -> None:
+    ctypes.memset(pointer, 0, nbytes)
 
 
 def synchronize() -> None:
