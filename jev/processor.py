@@ -25,6 +25,8 @@ BATCH_CHARACTERS = 1 << 18
 # A long text is tokenized in pieces of about so many characters, by as many threads as there are cores: a prompt of 3,000
 # tokens takes milliseconds on one, while the GPU waits for it.
 PIECE_CHARACTERS = 800
+# So little text is tokenized sooner by this thread than other threads wake up for it.
+FEW_CHARACTERS = 1000
 _BETWEEN_WORDS = re.compile("[A-Za-z] (?=[A-Za-z])")
 # Tokens of all prompts of one request: 256 MiB of ids. 4,096 candidates may have 16,384 tokens each, all 65,536 may
 # have 1,024; and a small body that names far more, by many candidates over a long state, cannot take all memory.
@@ -236,7 +238,9 @@ class Processor:
         }
 
     def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Releases the interpreter lock, and leaves out the offsets that nobody needs."""
+        """Releases the interpreter lock but for little text, and leaves out the offsets that nobody needs."""
+        if sum(map(len, texts)) <= FEW_CHARACTERS:
+            return [np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32) for text in texts]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
