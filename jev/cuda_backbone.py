@@ -26,7 +26,7 @@ from jev_kernels import graph as graphs
 from jev_kernels.device import Device
 from jev_kernels.gemm import Gemm
 
-MAX_ROWS = 8192             # rows of a forward, unless one prompt may be longer
+MAX_ROWS = 10240            # rows of a forward, unless one prompt may be longer: a state of 4,096 tokens and 255 options
 READY_ROWS = MAX_ROWS       # narrow buckets up to here are captured at start-up, the others when first needed
 
 

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 
 from jev import row_pool
+from jev.cuda_backbone import MAX_ROWS
 from jev.ops.buckets import MAX_SLOTS, Bucket, choose, row_counts
 from jev_kernels.pool import CHUNKS, LASTS, ROWS, RUNS, TILES
 from tests.test_row_pool import trees
 
-BUCKETS = [Bucket(rows, wide) for wide in (False, True) for rows in row_counts(8192)]
+BUCKETS = [Bucket(rows, wide) for wide in (False, True) for rows in row_counts(MAX_ROWS)]
 
 
 def test_row_counts_cover_every_length_and_stop_at_the_maximum():
@@ -42,10 +43,10 @@ def test_packed_metadata_is_the_pool(sequences):
     assert all(end <= start for end, start in zip(ends, starts)) and all(s.at % 64 == 0 for s in section.values())
 
 
-@pytest.mark.parametrize("length", [1, 64, 65, 128, 936, 3399, 8192])
+@pytest.mark.parametrize("length", [1, 64, 65, 128, 936, 3399, MAX_ROWS])
 def test_one_sequence_takes_the_first_bucket_with_enough_rows(length):
     bucket = choose(row_pool.build([np.arange(length)]), BUCKETS)
-    assert not bucket.wide and bucket.rows == next(r for r in row_counts(8192) if r >= length)
+    assert not bucket.wide and bucket.rows == next(r for r in row_counts(MAX_ROWS) if r >= length)
 
 
 def test_many_short_branches_take_a_bucket_of_about_their_rows():
@@ -56,10 +57,13 @@ def test_many_short_branches_take_a_bucket_of_about_their_rows():
     assert choose(pool, BUCKETS) == Bucket(640, wide=True)
     pool = row_pool.build([np.concatenate([np.arange(3000), [5000 + i] * 10]) for i in range(255)])
     assert choose(pool, BUCKETS) == Bucket(5632)
+    longest = np.arange(4096)
+    pool = row_pool.build([np.concatenate([longest[:-24], np.full(24, 5000 + i)]) for i in range(255)])
+    assert choose(pool, BUCKETS) == Bucket(MAX_ROWS)
 
 
 def test_last_rows_are_multiplied_at_numbers_of_rows_that_buckets_have():
-    rows = set(row_counts(8192))
+    rows = set(row_counts(MAX_ROWS))
     assert all(b.lasts in rows for b in BUCKETS)
 
 
@@ -72,6 +76,6 @@ def test_a_choice_of_some_options_takes_a_bucket_of_about_its_rows(options, stat
 
 
 def test_what_no_bucket_holds_is_none():
-    assert choose(row_pool.build([np.arange(9000)]), BUCKETS) is None
+    assert choose(row_pool.build([np.arange(MAX_ROWS + 1)]), BUCKETS) is None
     branching = [np.concatenate([np.full(64, i), np.full(1 + j, 7 + j)]) for i in range(MAX_SLOTS + 1) for j in range(2)]
     assert choose(row_pool.build(branching), BUCKETS) is None
