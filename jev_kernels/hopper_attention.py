@@ -449,25 +449,20 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
 
 
 # ---------------------------------------------------------------- launching
-def choose(rows: int, group: int) -> int:
-    """CTAs of a cluster for a row capacity; the bits are the same."""
-    return 2 if rows > 1200 and group % 2 == 0 else 1
-
-
 class HopperPlan:
     """The kernel bound to its arrays (``attention.Operands``); see ``attention.Plan``.
 
-    cluster: CTAs of a cluster, by default what is faster for that many rows. ctas: how many at most, by default one for
-    each multiprocessor.
+    cluster: CTAs of a cluster; the bits are the same. Two, which share key tiles, are 2 % faster over one sequence of 3,399
+    rows and 1.6 to 1.8 times slower over 255 options (tools/bench_attention.py), so the default is one. ctas: how many at
+    most, by default one for each multiprocessor.
     """
 
     name = "hopper"
 
-    def __init__(self, x, cluster: int | None = None, ctas: int | None = None):
+    def __init__(self, x, cluster: int = 1, ctas: int | None = None):
         group = x.heads // x.kv_heads
         if group > WG_ROWS:
             raise ValueError(f"q must have at most {WG_ROWS} heads for one of k, not {group}")
-        cluster = cluster or choose(x.q.shape[0], group)
         if group % cluster:
             raise ValueError(f"clusters of {cluster} need a multiple of {cluster} q heads for one of k, not {group}")
         self.kernel = make_kernel(x.heads, x.kv_heads, cluster, x.gate is not None)

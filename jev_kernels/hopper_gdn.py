@@ -3,12 +3,11 @@
 See ``jev_kernels.gdn`` for the operation, ``hopper_gdn_prepare`` and ``hopper_gdn_scan`` for the kernels, which also
 list their rounding points. Here: how much memory they need and how they are launched. Arguments are not checked here.
 
-Measured on one H200, 16 / 48 heads, us a call, graphs of ten calls under dependent launch (tools/bench_gdn.py), just
-before prepare's products were put in the order they have now:
+Measured on one H200, 16 / 48 heads, us a call, graphs of ten calls under dependent launch (tools/bench_gdn.py):
     rows        107    512    936   2334   3399    8 questions of 400    255 options of 10 over 300 / over 3000
-    both       13.4   26.7   38.2   87.2  124.4                 106.6                          486 / 768
-    prepare     6.9    7.3   12.5   25.2   35.7                  36.9                          113 / 195      alone
-    scan        5.5   14.8   25.8   60.2   86.0                  68.6                          370 / 573      alone
+    both       13.2   26.5   38.4   86.4  123.4                 105.3                          480 / 761
+    prepare     6.9    7.5   12.7   24.9   35.4                  37.6                          106 / 185      alone
+    scan        5.5   14.7   26.1   60.2   85.9                  68.5                          367 / 577      alone
 Relative error to float64 1.7e-3 (rounding o alone: 1.66e-3), with nearly parallel keys 2.7e-3 to 3.1e-3.
 """
 from __future__ import annotations

@@ -72,11 +72,11 @@ class Problem:
                                         self.counts, self.tiles, self.paths)
 
     def plan(self, kind: str, gated=True, out=None):
-        """kind: portable, hopper (as chosen), hopper1 or hopper2 (clusters of that many)."""
+        """kind: portable, hopper1 or hopper2 (clusters of that many)."""
         operands = self.operands(gated, out)
         if kind == "portable":
             return attention.PortablePlan(operands)
-        return HopperPlan(operands, cluster=int(kind[6:]) if kind[6:] else None)
+        return HopperPlan(operands, cluster=int(kind[6:]))
 
     def run(self, kind: str, gated=True, pdl=False):
         """The live rows as int16, after a check that nothing else was written."""
