@@ -134,7 +134,8 @@ def sequential(service: Service, bodies: list[bytes], passes: int = 2, port: int
     out["inference_mean"] = float(np.mean(inference))
     out["per_request"] = [float(np.median([r[i][0] for r in results])) for i in range(len(bodies))]
     short = [i for i, (_, a) in enumerate(results[0]) if a["usage"]["input_tokens"] < 500]
-    out["beside"] = float(np.median([r[i][0] - t[i] for r, t in zip(results, inference) for i in short] or [np.nan]))
+    if short:
+        out["beside"] = float(np.median([r[i][0] - t[i] for r, t in zip(results, inference) for i in short]))
     return out
 
 
