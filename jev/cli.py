@@ -249,7 +249,8 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def _make_demo_checkpoint(folder: Path) -> None:
-    from jev.checkpoint import CheckpointError, open_export
+    from jev.checked_json import CheckpointError
+    from jev.checkpoint import open_export
     from jev.demo_checkpoint import write_demo_checkpoint
     from jev.processor import ProcessorError
     try:

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from jev.checkpoint import DEMO, MANIFEST_FILE, CheckpointError, Manifest, ModelConfig, read_json
+from jev.checked_json import CheckpointError, read_json
+from jev.checkpoint import DEMO, MANIFEST_FILE, Manifest, ModelConfig
 from jev.export import write_export
 from jev_kernels import bf16
 

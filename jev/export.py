@@ -42,9 +42,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jev.arguments import Parser
-from jev.checkpoint import (CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, MAX_LENGTH_LIMIT, PINNED, PREFIXES, TOKENIZER_FILE,
-                            WEIGHTS_FILE, CheckpointError, Fields, Manifest, ModelConfig, TensorEntry, check_dims,
-                            pinned, read_header, read_json, text_tensors)
+from jev.checked_json import CheckpointError, Fields, read_json
+from jev.checkpoint import (MANIFEST_FILE, MAX_LENGTH_LIMIT, PINNED, TOKENIZER_FILE, Manifest, ModelConfig,
+                            check_dims, pinned)
+from jev.weight_files import CONFIG_FILE, INDEX_FILE, PREFIXES, WEIGHTS_FILE, TensorEntry, read_header, text_tensors
 from jev_kernels import bf16
 
 SHARD_BYTES = 5 * 10**9

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from jev import checkpoint
-from jev.checkpoint import (PINNED, CheckpointError, Head, ModelConfig, check_dims, open_export, read_header,
-                            read_headers, text_tensors)
+from jev.checked_json import CheckpointError
+from jev.checkpoint import PINNED, Head, ModelConfig, check_dims, open_export
 from jev.demo_checkpoint import demo_config, write_demo_checkpoint
+from jev.weight_files import read_header, read_headers, text_tensors
 from jev_kernels import bf16
 from tests.export_inputs import L, F, edit_json, save, save_raw, write_json
 

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from jev.backbone import NumpyBackbone
-from jev.checkpoint import CheckpointError, open_export
+from jev.checked_json import CheckpointError
+from jev.checkpoint import open_export
 from jev.demo_checkpoint import CHAT_PREFIX, CHAT_SUFFIX, VOCAB_SIZE, write_demo_checkpoint
 from jev_kernels import bf16
 

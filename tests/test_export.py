@@ -23,11 +23,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jev import checkpoint, export
+from jev import checkpoint, export, weight_files
 from jev.backbone import NumpyBackbone
-from jev.checkpoint import CheckpointError, open_export, read_header
+from jev.checked_json import CheckpointError
+from jev.checkpoint import open_export
 from jev.demo_checkpoint import write_demo_checkpoint
 from jev.export import bf16_pieces, export_merged, known_revision, read_matrix, write_export
+from jev.weight_files import read_header
 from jev_kernels import bf16
 from tests import export_inputs
 from tests.export_inputs import CONFIG, SOURCE, TEXT_CONFIG, edit_json, save
@@ -522,7 +524,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, limit, file):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    entry = checkpoint.TensorEntry(Path("/proc/self/mem"), "BF16", (4,), 0, 8)  # nothing is mapped at address 0
+    entry = weight_files.TensorEntry(Path("/proc/self/mem"), "BF16", (4,), 0, 8)  # nothing is mapped at address 0
     with pytest.raises(OSError, match="Input/output error: '/proc/self/mem'"):
         read_matrix(entry)
 

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from jev import export  # noqa: E402
-from jev.checkpoint import CONFIG_FILE, INDEX_FILE, MANIFEST_FILE, Manifest, ModelConfig  # noqa: E402
+from jev.checkpoint import MANIFEST_FILE, Manifest, ModelConfig  # noqa: E402
+from jev.weight_files import CONFIG_FILE, INDEX_FILE  # noqa: E402
 from tools.bench_export import BASE_SHARD, SOURCES, text_config, write_sparse  # noqa: E402
 from tools.synthetic_worker import CHAT_PREFIX, CHAT_SUFFIX, real_tokenizer  # noqa: E402
 

@@ -13,9 +13,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from jev import checkpoint, export
+from jev import checkpoint, export, weight_files
 from jev.backbone import NumpyBackbone
-from jev.checkpoint import CheckpointError, Manifest, ModelConfig, Pinned, open_export
+from jev.checked_json import CheckpointError
+from jev.checkpoint import Manifest, ModelConfig, Pinned, open_export
 from jev.contract import parse_request
 from jev.demo_checkpoint import CHAT_PREFIX, CHAT_SUFFIX
 from jev.processor import Processor
@@ -265,7 +266,7 @@ def test_one_layer_of_the_real_size(tmp_path, outer, inner, rank):
     layer.lora_B["default"].weight.data.normal_(0, 0.01)
     save_file({"w": layer.base_layer.weight.data, "a": layer.lora_A["default"].weight.data,
                "b": layer.lora_B["default"].weight.data}, tmp_path / "x.safetensors")
-    entries = checkpoint.read_header(tmp_path / "x.safetensors")
+    entries = weight_files.read_header(tmp_path / "x.safetensors")
     ours = export.merged_pieces("w", entries["w"], export.Adapter(1.5, {"w": (entries["a"], entries["b"])}))
     merged = model.merge_and_unload(safe_merge=True)["q_proj"].weight.data.view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(np.concatenate([*ours]), merged.reshape(-1))
