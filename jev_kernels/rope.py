@@ -22,7 +22,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import bf16, cubin, ptx, reference
+from jev_kernels import bf16, cubin, ptx
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import ROWS, TILE_ROWS
 from jev_kernels.ptx import f32, i32, u32, u64
@@ -33,8 +33,6 @@ ROTARY_DIM = 64
 HEADS_A_WARP = 2                 # all loaded before the first is finished: bytes in flight
 WARPS = 2                        # a row of 28 or 20 heads divides into whole blocks
 SIGN = 0x80008000                # of both values of a pair
-
-make_rope_table = reference.rope_table
 
 
 @ptx.device_function
@@ -115,7 +113,7 @@ def qk_rope(stream, qkv, q_weight, k_weight, table, positions, counts, q_heads: 
     """Norm and rotate the q and k heads of qkv[:n], n = counts[ROWS], in place; zero k and v of the next 128 rows.
 
     qkv uint16 [capacity, 2 (q_heads + k_heads) 256], q_weight, k_weight uint16 [256], table uint16 [max_length, 64]
-    (see ``make_rope_table``), positions int32 [>= capacity], below max_length. Raises ValueError naming the argument
+    (see ``reference.rope_table``), positions int32 [>= capacity], below max_length. Raises ValueError naming the argument
     that does not fit.
     """
     x = view("qkv", qkv, np.uint16, None, 2 * (q_heads + k_heads) * HEAD_DIM)

@@ -258,7 +258,7 @@ def heads(s: Shapes):
     nbytes = 4 * rows * (hq + hk) * 256 + 128 * rows
     sets = sets_for(nbytes)
     qkv, host = s.data.inputs(sets, rows, 2 * (hq + hk) * 256)
-    qw, kw, angles = s.data.host(256), s.data.host(256), rope.make_rope_table(8192, 64, 1e7)
+    qw, kw, angles = s.data.host(256), s.data.host(256), reference.rope_table(8192, 64, 1e7)
     qw_d, kw_d, angles_d = map(s.data.device, (qw, kw, angles))
     at = s.data.device(np.arange(rows, dtype=np.int32))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from jev_kernels import device, embed, gdn_conv, rms_norm, rope, silu
+from jev_kernels import device, embed, gdn_conv, reference, rms_norm, rope, silu
 from jev_kernels.graph import capture
 from tests.gpu import sanitizer
 from tests.kernels import checks
@@ -104,7 +104,7 @@ def test_the_same_bits_in_any_company(rng):
     qkv = checks.values(rng, most, 2 * 10 * 256)
     w, w128, w256 = (cuda.to_device(checks.values(rng, n)) for n in (H, 128, 256))
     taps, heads = cuda.to_device(checks.values(rng, conv_width, 4)), cuda.to_device(checks.values(rng, 40))
-    table = cuda.to_device(rope.make_rope_table(5000, 64, 1e7))
+    table = cuda.to_device(reference.rope_table(5000, 64, 1e7))
     positions = checks.index(np.arange(most))
     parents = checks.index(checks.tree(rng, most, branches=100))
 
@@ -142,7 +142,7 @@ def test_chains_with_programmatic_dependent_launch(rows, rng):
     order, at = checks.index(rng.permutation(rows), capacity), checks.index(np.arange(rows), capacity)
     w2, w, w128, w256 = (cuda.to_device(checks.values(rng, k)) for k in (2 * width, width, 128, 256))
     taps, heads = cuda.to_device(checks.values(rng, width, 4)), cuda.to_device(checks.values(rng, 20))
-    angles = cuda.to_device(rope.make_rope_table(rows, 64, 1e7))
+    angles = cuda.to_device(reference.rope_table(rows, 64, 1e7))
     a, b = (cuda.device_array((capacity, 2 * width), np.uint16) for _ in range(2))
     c, d, e, f = (cuda.device_array((capacity, width), np.uint16) for _ in range(4))
     beta, g = cuda.device_array((capacity, 20), np.uint16), cuda.device_array((capacity, 20), np.float32)

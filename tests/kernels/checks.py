@@ -190,7 +190,7 @@ def check_qk_rope(rng, rows, q_heads, k_heads, capacity=None, scale=1.0, max_len
     x = Matrix(values(rng, rows, width, scale=scale), capacity=capacity, **where)
     before = x.read()
     qw, kw = values(rng, 256, scale=0.3), values(rng, 256, scale=0.3)
-    table = rope.make_rope_table(max_length, 64, theta)
+    table = reference.rope_table(max_length, 64, theta)
     positions = rng.integers(0, max_length, rows)
     rope.qk_rope(stream, x.array, cuda.to_device(qw), cuda.to_device(kw), cuda.to_device(table),
                  index(positions, capacity), counts(rows=rows), q_heads, k_heads, EPS)

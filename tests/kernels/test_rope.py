@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from jev_kernels import bf16, rope
+from jev_kernels import bf16, reference, rope
 from tests.kernels import checks
 
 
@@ -27,7 +27,7 @@ def test_extreme_amplitudes(scale):
 
 
 def test_rope_table():
-    table = rope.make_rope_table(4000, 64, 1e7)
+    table = reference.rope_table(4000, 64, 1e7)
     assert table.shape == (4000, 64) and table.dtype == np.uint16
     angle = np.arange(4000)[:, None] * 1e7 ** (-np.arange(32) / 32)
     want = np.concatenate([np.cos(angle), np.sin(angle)], 1)
@@ -39,7 +39,7 @@ def test_rope_table():
 def test_refusals():
     counts, w = checks.counts(rows=2), cuda.to_device(np.zeros(256, np.uint16))
     x = cuda.to_device(np.zeros((2, 2048), np.uint16))
-    table, positions = cuda.to_device(rope.make_rope_table(8, 64, 1e4)), cuda.to_device(np.zeros(2, np.int32))
+    table, positions = cuda.to_device(reference.rope_table(8, 64, 1e4)), cuda.to_device(np.zeros(2, np.int32))
     good = dict(qkv=x, q_weight=w, k_weight=w, table=table, positions=positions, counts=counts, q_heads=3, k_heads=1,
                 eps=1e-6)
     shifted = cuda.to_device(np.zeros(257, np.uint16))[1:]
