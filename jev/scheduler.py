@@ -180,7 +180,8 @@ class Scheduler:
         self._after_failure = after_failure
         self._changed = threading.Condition()          # guards everything below
         self._waiting: deque[Work] = deque()
-        self._leader: Work | None = None               # runs a forward, or is about to: then it is first in line
+        self._running = False                          # a forward, or what follows one that failed
+        self._leader: Work | None = None               # was told to run the next one; first in line until it does
         self._places = 0
         self._draining = False
         self._closed = False
@@ -226,9 +227,15 @@ class Scheduler:
                 raise Cancelled
             self._waiting.append(work)
             self._appoint()
-        while not work.ended:
-            work.turn.wait()
-            self._lead(work)
+        try:
+            while not work.ended:
+                work.turn.wait()
+                self._lead(work)
+        except BaseException:                           # an interrupt, or after_failure's: nobody is behind this work now
+            with self._changed:
+                if work in self._waiting:
+                    self._give_up(work, Cancelled())
+            raise
         if work.error is not None:
             raise work.error
         return Result(work.scores, work.seconds, work.forwards)
@@ -247,12 +254,9 @@ class Scheduler:
         """Drain, fail what still waits with ShuttingDown, and wait ``timeout`` seconds for a running forward's end."""
         with self._changed:
             self._draining = self._closed = True
-            while self._waiting:
-                work = self._waiting.popleft()
-                self._end(work, ShuttingDown("the worker is shutting down", SHUTDOWN_RETRY_SECONDS))
-                if work is self._leader:
-                    self._resign()
-            self._changed.wait_for(lambda: self._leader is None, timeout)
+            for work in list(self._waiting):
+                self._give_up(work, ShuttingDown("the worker is shutting down", SHUTDOWN_RETRY_SECONDS))
+            self._changed.wait_for(lambda: not self._running, timeout)
 
     # Called with the lock held -------------------------------------------------------------------------------------
 
@@ -263,15 +267,18 @@ class Scheduler:
             self._changed.notify_all()
 
     def _appoint(self) -> None:
-        """The first in line is to lead, unless somebody leads."""
-        if self._leader is None and self._waiting:
+        """The first in line is to lead, unless a forward runs or somebody is about to run one."""
+        if not self._running and self._leader is None and self._waiting:
             self._leader = self._waiting[0]
             self._leader.turn.set()
 
-    def _resign(self) -> None:
-        self._leader = None
-        self._appoint()
-        self._changed.notify_all()
+    def _give_up(self, work: Work, error: Exception) -> None:
+        """End a work that waits."""
+        self._waiting.remove(work)
+        self._end(work, error)
+        if work is self._leader:
+            self._leader = None
+            self._appoint()
 
     def _end(self, work: Work, error: Exception | None = None) -> None:
         work.error, work.ended = error, True
@@ -280,11 +287,8 @@ class Scheduler:
     def _sweep(self) -> None:
         """Let go of waiting works whose client is gone."""
         for work in [work for work in self._waiting if work.place.gone()]:
-            self._waiting.remove(work)
             self._leave(work.place)
-            self._end(work, Cancelled())
-            if work is self._leader:
-                self._resign()
+            self._give_up(work, Cancelled())
 
     # A request's thread --------------------------------------------------------------------------------------------
 
@@ -296,6 +300,7 @@ class Scheduler:
                 self._sweep()
             if work.ended:
                 return
+            self._leader, self._running = None, True
             parts = compose(self._waiting, self.max_rows)
             for part in parts:                          # until the forward is over they are in nobody's way
                 self._waiting.remove(part.work)
@@ -303,7 +308,9 @@ class Scheduler:
             self._forward(parts)
         finally:
             with self._changed:
-                self._resign()
+                self._running = False
+                self._appoint()
+                self._changed.notify_all()
 
     def _forward(self, parts: list[Part]) -> None:
         sequences = [s for part in parts for s in part.work.sequences[part.start:part.end]]

@@ -66,7 +66,7 @@ def start():
         if isinstance(scheduler._infer, Gated):
             scheduler._infer.gate.set()
         scheduler.close(timeout=10)
-        assert scheduler._leader is None
+        assert scheduler._leader is None and not scheduler._running
 
 
 def submit(scheduler: Scheduler, sequences: list[np.ndarray], cancelled=None):
@@ -353,7 +353,43 @@ def test_whoever_was_to_lead_may_leave(start, pool):
     assert staying.result(10).scores.size == 1 and running.result(10)
     with pytest.raises(Cancelled):
         leaving.result(10)
-    assert scheduler._leader is None and scheduler.admitted == 0
+    assert scheduler._leader is None and scheduler.admitted == 0 and not scheduler._running
+
+
+def test_nothing_runs_beside_what_follows_a_failure(start, pool):
+    """A large request leads, a part of another's scores is not finite, and the leader, in line again, leaves meanwhile."""
+    probing, probed = threading.Event(), threading.Event()
+
+    def after_failure():
+        probing.set()
+        assert probed.wait(30)
+    infer = Gated(gate=True)
+    scheduler = start(infer, max_rows=60, capacity=3, after_failure=after_failure)
+    busy = pool.submit(submit, scheduler, family(9, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    gone = threading.Event()
+    large = pool.submit(submit, scheduler, family(1, 40), gone.is_set)
+    eventually(lambda: len(scheduler._waiting) == 1)
+    bad = pool.submit(submit, scheduler, family(2, 1))
+    eventually(lambda: len(scheduler._waiting) == 2)
+    scheduler._infer = lambda sequences: np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32)
+    infer.gate.set()
+    assert busy.result(10) and probing.wait(10)
+    with pytest.raises(InferenceError):
+        bad.result(10)
+    assert [work.next for work in scheduler._waiting] != [0]         # the large one, some of it computed
+    scheduler._infer = infer
+    others = [pool.submit(submit, scheduler, family(i, 1)) for i in (3, 4)]
+    eventually(lambda: scheduler.admitted == 3)
+    gone.set()
+    late = pool.submit(submit, scheduler, family(5, 1))              # finds the queue full: the one that left is let go
+    eventually(lambda: len(scheduler._waiting) == 3)
+    assert len(infer.forwards) == 1 and scheduler._leader is None
+    probed.set()
+    for future in (*others, late):
+        assert future.result(10).scores.size == 1
+    with pytest.raises(Cancelled):
+        large.result(10)
 
 
 def test_drain_answers_what_was_admitted(start, pool):
