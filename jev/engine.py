@@ -27,6 +27,9 @@ __all__ = ["Cancelled", "ContractError", "Engine", "InferenceError", "QueueFull"
 
 logger = logging.getLogger("jev.engine")
 
+# A forward takes up to a second on a GPU, some more with GEMMs to time, and up to minutes in NumPy. One that takes longer
+# than this hangs, and with it all that wait.
+STUCK_SECONDS = {"cuda": 60.0, "numpy": 600.0}
 METHOD = "numba_merged_lora_decision_head"
 DEMO_NOTICE = "demo checkpoint with random weights: these answers are not decisions"
 WARM_UP = (b'{"state": "The worker has just started.", "questions": {'
@@ -102,8 +105,10 @@ class Engine:
         return {"model": manifest.model_id, "answers": answers, "usage": usage, "metadata": metadata}
 
     def health(self) -> dict[str, Any]:
-        """The object of GET /health. ``status`` is "ready", "draining", or "failing" after a failed forward."""
-        status = "draining" if self.scheduler.draining else "ready" if self.ready else "failing"
+        """The object of GET /health. ``status`` is "ready", "draining", or "failing" after a failed forward or while one
+        hangs."""
+        works = self.ready and self.scheduler.busy_seconds < STUCK_SECONDS[self.backbone.name]
+        status = "draining" if self.scheduler.draining else "ready" if works else "failing"
         health = {"status": status, "model": self.export.manifest.model_id}
         return health | {"demo": True, "notice": DEMO_NOTICE} if self.export.demo else health
 

@@ -180,7 +180,8 @@ class Scheduler:
         self._after_failure = after_failure
         self._changed = threading.Condition()          # guards everything below
         self._waiting: deque[Work] = deque()
-        self._running = False                          # a forward, or what follows one that failed
+        self._running = False                          # a forward, or what follows one that failed ...
+        self._since = 0.0                              # ... since this moment of time.monotonic()
         self._leader: Work | None = None               # was told to run the next one; first in line until it does
         self._places = 0
         self._draining = False
@@ -194,6 +195,11 @@ class Scheduler:
     def admitted(self) -> int:
         """Requests that hold a place."""
         return self._places
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the forward that runs now has been running; 0 when none is."""
+        return time.monotonic() - self._since if self._running else 0.0
 
     @contextmanager
     def admit(self, cancelled: Callable[[], bool] | None = None) -> Iterator[Place]:
@@ -300,7 +306,7 @@ class Scheduler:
                 self._sweep()
             if work.ended:
                 return
-            self._leader, self._running = None, True
+            self._leader, self._running, self._since = None, True, time.monotonic()
             parts = compose(self._waiting, self.max_rows)
             for part in parts:                          # until the forward is over they are in nobody's way
                 self._waiting.remove(part.work)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import jev.engine
 from jev.backbone import BackendError
 from jev.contract import parse_request
 from jev.engine import WARM_UP, ContractError, Engine, InferenceError, ShuttingDown
@@ -145,6 +146,21 @@ def test_a_backend_that_stays_broken_is_not_ready_until_it_works_again(start):
     backbone.fail = lambda sequences: None
     engine.answer(body(THREE))
     assert engine.health()["status"] == "ready"
+
+
+def test_a_forward_that_hangs_shows_in_health(start, monkeypatch):
+    backbone = FakeBackbone()
+    engine = start(backbone)
+    backbone.gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(engine.answer, body(request()))
+        eventually(lambda: engine.scheduler.busy_seconds > 0)
+        assert engine.health()["status"] == "ready"
+        monkeypatch.setitem(jev.engine.STUCK_SECONDS, "numpy", 0.0)
+        assert engine.health()["status"] == "failing"
+        backbone.gate.set()
+        assert asked.result(10)["answers"]
+    eventually(lambda: engine.scheduler.busy_seconds == 0)
 
 
 def test_nan_fails_its_request_only(start):
