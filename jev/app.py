@@ -107,10 +107,11 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
             return routed(environ, start_response)
         request = _Request(environ)
         try:
-            response = begin(request) or decide(request)
+            response = _finish(request, begin(request) or decide(request))
         except Exception as error:
-            response = next(handler for kind, handler in HANDLERS if isinstance(error, kind))(error, request)
-        return _finish(request, response)(environ, start_response)
+            handler = next(handler for kind, handler in HANDLERS if isinstance(error, kind))
+            response = _finish(request, handler(error, request))
+        return response(environ, start_response)
 
     app.wsgi_app = wsgi_app
     return app

@@ -241,6 +241,8 @@ class Scheduler:
             with self._changed:
                 if work in self._waiting:
                     self._give_up(work, Cancelled())
+                elif not work.ended:                    # a part of it is in another thread's forward
+                    self._end(work, Cancelled())
             raise
         if work.error is not None:
             raise work.error
@@ -306,36 +308,48 @@ class Scheduler:
                 self._sweep()
             if work.ended:
                 return
-            self._leader, self._running, self._since = None, True, time.monotonic()
-            parts = compose(self._waiting, self.max_rows)
-            for part in parts:                          # until the forward is over they are in nobody's way
-                self._waiting.remove(part.work)
+            self._since = time.monotonic()
+            self._leader, self._running = None, True
+        parts: list[Part] = []
         try:
+            with self._changed:
+                parts = compose(self._waiting, self.max_rows)
+                for part in parts:                      # until the forward is over they are in nobody's way
+                    self._waiting.remove(part.work)
             self._forward(parts)
         finally:
             with self._changed:
+                for part in parts:                      # whatever went wrong, nobody waits for ever
+                    if not part.work.ended and part.work not in self._waiting:
+                        self._end(part.work, InferenceError("model inference failed"))
                 self._running = False
                 self._appoint()
                 self._changed.notify_all()
 
     def _forward(self, parts: list[Part]) -> None:
-        sequences = [s for part in parts for s in part.work.sequences[part.start:part.end]]
         started = time.perf_counter()
         failure, interrupted, scores, bad = None, False, None, False
         try:
+            sequences = [s for part in parts for s in part.work.sequences[part.start:part.end]]
             scores = self._infer(sequences)
+            if len(scores) != len(sequences):
+                raise RuntimeError(f"{len(scores)} scores for {len(sequences)} sequences")
         except BaseException as error:                  # whatever it is, requests wait and must be told
             failure = error
             # The main thread is interrupted by what a signal's handler raises: no fault of the forward.
             interrupted = not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
             if not interrupted:
-                logger.error("a forward of %d sequences of %d requests failed: %s: %s", len(sequences), len(parts),
-                         type(error).__name__, error, exc_info=error)
+                logger.error("a forward of %d sequences of %d requests failed: %s: %s",
+                             sum(part.end - part.start for part in parts), len(parts), type(error).__name__, error,
+                             exc_info=error)
         seconds = time.perf_counter() - started
         with self._changed:
             at = 0
             for part in parts:
                 work, n = part.work, part.end - part.start
+                if work.ended:                          # its thread was interrupted
+                    at += n
+                    continue
                 if failure is not None:
                     self._end(work, InferenceError("model inference failed"))
                     continue

@@ -392,6 +392,30 @@ def test_nothing_runs_beside_what_follows_a_failure(start, pool):
         large.result(10)
 
 
+def test_a_failure_around_the_forward_tells_everybody(start, pool, monkeypatch, caplog):
+    """A wrong number of scores, or no memory to compose: an error for those concerned, and the next forward runs."""
+    infer = Gated(gate=True)
+    scheduler = start(infer)
+    busy = pool.submit(submit, scheduler, family(9, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    others = [pool.submit(submit, scheduler, family(i, 2)) for i in range(3)]
+    eventually(lambda: len(scheduler._waiting) == 3)
+    scheduler._infer = lambda sequences: np.ones(1, np.float32)
+    infer.gate.set()
+    assert busy.result(10)
+    for future in others:
+        with pytest.raises(InferenceError):
+            future.result(10)
+    assert "1 scores for 6 sequences" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr("jev.scheduler.compose", lambda waiting, rows: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            submit(scheduler, family(1, 1))
+    scheduler._infer = score
+    assert submit(scheduler, family(1, 1)).scores.size == 1
+    assert scheduler.admitted == 0 and scheduler.busy_seconds == 0
+
+
 def test_drain_answers_what_was_admitted(start, pool):
     infer = Gated(gate=True)
     scheduler = start(infer)
