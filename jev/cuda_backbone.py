@@ -21,7 +21,7 @@ from jev.checkpoint import Export, ModelConfig
 from jev.ops.buckets import Bucket, choose, row_counts
 from jev.ops.cuda import Buffers, CudaOps, CudaWeights
 from jev.row_pool import RowPool
-from jev_kernels import cubin, device
+from jev_kernels import device, disk
 from jev_kernels import graph as graphs
 from jev_kernels.device import Device
 from jev_kernels.gemm import Gemm
@@ -80,7 +80,8 @@ class CudaBackbone:
         self._graphs: dict[Bucket, graphs.Graph] = {}
         self._ops: dict[Bucket, CudaOps] = {}
         with reported("the model cannot be opened on the GPU"):
-            self.gemm = Gemm(gpu, cubin.folder() / "gemm.json", tune)
+            folder = disk.folder()
+            self.gemm = Gemm(gpu, folder and folder / "gemm.json", tune)
             self._tune(weights.specs(config))
             self.weights = load(weights.specs(config))
             self.model = weights.assemble(self.weights.held, config)

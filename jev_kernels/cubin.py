@@ -2,9 +2,10 @@
 
 ``factory`` decorates the functions that make kernels. What identifies a kernel's code is then: the factory and its
 arguments, the source of the factory's module and of every module here that it imports, the signature and
-launch bounds, the compute capability, and the versions of Python, Numba and NVIDIA's compiler. Any change of these is
-another file; old ones are never read again. A file holds the SHA-256 of the code in front of the code: a damaged one is
-compiled anew. A folder that cannot be written costs only the time.
+launch bounds, the compute capability, the versions of Python, Numba and NVIDIA's compiler, and Numba's settings in the
+environment. Any change of these is another file; old ones are never read again. Sources are read when their module is
+imported, so that one edited later does not give its name to what runs. A file holds the SHA-256 of the code in front of the
+code: a damaged one is compiled anew. A folder that cannot be written costs only the time.
 """
 from __future__ import annotations
 
@@ -15,17 +16,14 @@ import importlib.util
 import os
 import platform
 import re
-import tempfile
 import warnings
+from importlib import metadata
 from pathlib import Path
+
+from jev_kernels import disk
 
 DIGEST = hashlib.sha256().digest_size
 ENABLED = True                     # False: every kernel is compiled anew (for code that replaces parts of kernels)
-
-
-def folder() -> Path:
-    """Where what was compiled and measured is kept between runs: $XDG_CACHE_HOME/jev, or ~/.cache/jev."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jev"
 
 
 def factory(make):
@@ -33,14 +31,25 @@ def factory(make):
 
     The arguments' ``repr`` must say all about them: numbers, strings, tuples, dataclasses of these.
     """
+    read = origin(make.__module__)
+
     @functools.lru_cache(maxsize=None)
     @functools.wraps(make)
     def made(*args, **named):
         kernels = make(*args, **named)
         for kernel in kernels if isinstance(kernels, tuple) else (kernels,):
-            kernel.origin = (make.__module__, f"{make.__qualname__}{args}{sorted(named.items())}")
+            kernel.origin = read and (read, f"{make.__qualname__}{args}{sorted(named.items())}")
         return kernels
     return made
+
+
+def origin(module: str) -> tuple | None:
+    """What names the code of a module's kernels: its sources as they are now. None where there are none to be found (a
+    script, a module from an archive): such code is not kept."""
+    try:
+        return sources(module)
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return None
 
 
 @functools.lru_cache(maxsize=None)
@@ -49,42 +58,59 @@ def sources(module: str) -> tuple[tuple[str, str], ...]:
     packages, found, left = {module.split(".")[0], __package__}, {}, [module]
     while left:
         name = left.pop()
-        if name in found:
-            continue
-        text = Path(importlib.util.find_spec(name).origin).read_bytes()
-        found[name] = hashlib.sha256(text).hexdigest()
-        for node in ast.walk(ast.parse(text)):
-            names = ([a.name for a in node.names] if isinstance(node, ast.Import) else
-                     [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-                     if isinstance(node, ast.ImportFrom) and node.module else [])
-            left += [n for n in names if n.split(".")[0] in packages and n not in found and _is_module(n)]
+        if name not in found:
+            found[name], imported = _source(name)
+            left += [n for n in imported if n.split(".")[0] in packages and n not in found and _is_module(n)]
     return tuple(sorted(found.items()))
+
+
+@functools.lru_cache(maxsize=None)
+def _source(module: str) -> tuple[str, tuple[str, ...]]:
+    """SHA-256 of a module's source and the names that it imports (absolutely, as everything here does)."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{module}: no source")
+    text = Path(spec.origin).read_bytes()
+    imported = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ImportError(f"{module}: relative imports are not followed")
+            imported += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+    return hashlib.sha256(text).hexdigest(), tuple(imported)
 
 
 def _is_module(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:               # package.module.name
         return False
+    return spec is not None and spec.origin is not None
 
 
 @functools.lru_cache(maxsize=None)
 def versions() -> str:
     """Everything besides the sources that decides what the compiler makes of them."""
-    import llvmlite
-    import numba
-    import numba_cuda
     from cuda.bindings import nvjitlink, nvvm
-    return (f"Python {platform.python_version()}, Numba {numba.__version__}, numba-cuda {numba_cuda.__version__}, llvmlite "
-            f"{llvmlite.__version__}, NVVM {nvvm.version()} {nvvm.ir_version()}, nvJitLink {nvjitlink.version()}")
+    found = [f"Python {platform.python_version()}", f"NVVM {nvvm.version()}", f"nvJitLink {nvjitlink.version()}"]
+    for package in ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink",
+                    "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:        # of another CUDA, or of the system
+            pass
+    found += sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("NUMBA_"))
+    return ", ".join(found)
 
 
 def identity(kernel, cc: tuple) -> str | None:
-    """The name of a kernel's code for a compute capability; None for one from inside a function that is no factory."""
+    """The name of a kernel's code for a compute capability; None for one of a script or from inside a function that is no
+    factory."""
     if kernel.origin is None:
         return None
-    module, made = kernel.origin
-    said = (made, kernel.name, str(kernel.signature), kernel.block_size, kernel.resident, cc, versions(), sources(module))
+    said = (kernel.origin, kernel.name, str(kernel.signature), kernel.block_size, kernel.resident, cc, versions())
     return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
@@ -111,14 +137,14 @@ def assemble(ltoir: bytes, name: str, cc: tuple, verbose: bool = False) -> tuple
 
 def code(kernel, cc: tuple) -> bytes:
     """The kernel's machine code for a compute capability, from disk or compiled and put there."""
-    name = identity(kernel, cc) if ENABLED else None
-    path = folder() / "kernels" / f"{kernel.name}-{name}" if name else None
-    kept = _read(path) if path else None
-    if kept is None:
-        kept, _ = assemble(kernel.compile_ltoir(cc), kernel.name, cc)
+    folder, name = disk.folder(), identity(kernel, cc) if ENABLED else None
+    path = folder / "kernels" / f"{kernel.name}-{name}" if folder and name else None
+    found = _read(path) if path else None
+    if found is None:
+        found, _ = assemble(kernel.compile_ltoir(cc), kernel.name, cc)
         if path:
-            _write(path, kept)
-    return kept
+            _write(path, found)
+    return found
 
 
 def entry(cubin: bytes) -> str:
@@ -134,19 +160,15 @@ def _read(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError:                           # none yet, or not ours to read
         return None
-    digest, kept = content[:DIGEST], content[DIGEST:]
-    if hashlib.sha256(kept).digest() != digest:
+    digest, found = content[:DIGEST], content[DIGEST:]
+    if hashlib.sha256(found).digest() != digest:
         warnings.warn(f"{path} is damaged and is compiled again", stacklevel=4)
         return None
-    return kept
+    return found
 
 
-def _write(path: Path, kept: bytes) -> None:
+def _write(path: Path, made: bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(kept).digest() + kept)
-        os.replace(temporary, path)
+        disk.write(path, hashlib.sha256(made).digest() + made)
     except OSError as e:
         warnings.warn(f"{path.parent}: compiled kernels cannot be kept ({e})", stacklevel=4)

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import device, hopper_gemm, hopper_gemm_wide
+from jev_kernels import device, disk, hopper_gemm, hopper_gemm_wide
 from jev_kernels.cublaslt import Algorithm, BlasPlan, CublasLt, layout
 from jev_kernels.device import DeviceError
 from jev_kernels.graph import capture
@@ -176,11 +174,7 @@ class TuningCache:
                 warnings.simplefilter("ignore")
                 content = self._read()
             content[self.key] = {"checksum": _checksum(self.choices), "choices": self.choices}
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=1, sort_keys=True)
-            os.replace(name, self.path)
+            disk.write(self.path, json.dumps(content, indent=1, sort_keys=True).encode())
         except OSError as e:
             warnings.warn(f"{self.path}: the GEMM tuning cannot be kept ({e})", stacklevel=2)
 

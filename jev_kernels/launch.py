@@ -146,7 +146,8 @@ class Kernel:
         self.name = function.__name__
         module, name = function.__module__, function.__qualname__
         # Where the code comes from, for its file: a factory says so itself (``cubin.factory``).
-        self.origin = None if "<locals>" in name or module == "__main__" else (module, name)
+        read = None if "<locals>" in name else cubin.origin(module)
+        self.origin = read and (read, name)
         self._handle = None
 
     @property

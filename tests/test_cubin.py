@@ -1,6 +1,10 @@
 """Machine code kept on disk: read back, made anew when anything it depends on changed or when it is damaged."""
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
+import pkgutil
 import subprocess
 import sys
 
@@ -8,7 +12,8 @@ import pytest
 from numba.cuda import types
 from numba.cuda.core import config
 
-from jev_kernels import cubin, silu
+import jev_kernels
+from jev_kernels import cubin, disk, silu
 from jev_kernels.launch import Kernel
 
 if config.ENABLE_CUDASIM:
@@ -66,10 +71,13 @@ def test_whatever_decides_the_code_decides_its_name(monkeypatch):
     names.add(cubin.identity(_like(kernel, threads=128), HOPPER))
     names.add(cubin.identity(_like(kernel, signature=types.void(types.int32)), HOPPER))
     names.add(cubin.identity(_like(kernel, resident=2), HOPPER))
-    for what in ("versions", "sources"):
-        with monkeypatch.context() as patch:
-            patch.setattr(cubin, what, lambda *module: "another")
-            names.add(cubin.identity(kernel, HOPPER))
+    other = _like(kernel)
+    other.origin = ((("jev_kernels.silu", "another hash"),), kernel.origin[1])
+    names.add(cubin.identity(other, HOPPER))
+    cubin.versions.cache_clear()
+    monkeypatch.setenv("NUMBA_OPT", "0")
+    names.add(cubin.identity(kernel, HOPPER))
+    cubin.versions.cache_clear()
     assert len(names) == 8 and None not in names
 
 
@@ -87,6 +95,63 @@ def test_a_kernel_from_inside_a_function_has_no_file(folder):
     assert cubin.identity(made, HOPPER) is None
     cubin.code(made, HOPPER)
     assert not folder.exists()
+
+
+def test_every_kernel_of_the_package_is_kept():
+    found = []
+    for module in pkgutil.iter_modules(jev_kernels.__path__):
+        if module.name not in ("ptx_sim", "simulator"):
+            kernels = getattr(importlib.import_module(f"jev_kernels.{module.name}"), "kernels", None)
+            if kernels is not None and not inspect.signature(kernels).parameters:
+                found += [cubin.identity(kernel, HOPPER) for kernel, *_ in kernels().values()]
+    assert len(set(found)) > 30 and all(found)
+
+
+def test_sources_are_those_that_were_imported(tmp_path, monkeypatch):
+    """What is edited after the import names other code than the one that runs."""
+    (tmp_path / "edited.py").write_text("""
+from numba.cuda import types
+from jev_kernels import cubin
+from jev_kernels.launch import Kernel
+@cubin.factory
+def make(n):
+    def inner(x):
+        x[0] = n
+    return Kernel(inner, types.void(types.int32[::1]), 32)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "edited", raising=False)
+    edited = importlib.import_module("edited")
+    before = cubin.identity(edited.make(1), HOPPER)
+    (tmp_path / "edited.py").write_text("nothing of the kind")
+    assert before == cubin.identity(edited.make(1), HOPPER) != cubin.identity(edited.make(2), HOPPER)
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    assert disk.folder() is None
+    assert cubin.code(silu.silu_mul_kernel(True), HOPPER).startswith(b"\x7fELF")
+
+
+def test_files_are_whole_and_as_readable_as_the_umask_allows(tmp_path, monkeypatch):
+    path = tmp_path / "folder" / "file"
+    before = os.umask(0o022)
+    try:
+        disk.write(path, b"first")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def fails(*args):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(OSError):
+        disk.write(path, b"second")
+    assert path.read_bytes() == b"first" and list(path.parent.iterdir()) == [path]
 
 
 def test_sources_follow_every_import():
