@@ -12,10 +12,10 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib.util
 import os
 import platform
 import re
+import sys
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -60,17 +60,17 @@ def sources(module: str) -> tuple[tuple[str, str], ...]:
         name = left.pop()
         if name not in found:
             found[name], imported = _source(name)
-            left += [n for n in imported if n.split(".")[0] in packages and n not in found and _is_module(n)]
+            left += [n for n in imported if n.split(".")[0] in packages and n not in found and _file(n)]
     return tuple(sorted(found.items()))
 
 
 @functools.lru_cache(maxsize=None)
 def _source(module: str) -> tuple[str, tuple[str, ...]]:
     """SHA-256 of a module's source and the names that it imports (absolutely, as everything here does)."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
+    file = _file(module)
+    if file is None:
         raise ImportError(f"{module}: no source")
-    text = Path(spec.origin).read_bytes()
+    text = file.read_bytes()
     imported = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -82,12 +82,18 @@ def _source(module: str) -> tuple[str, tuple[str, ...]]:
     return hashlib.sha256(text).hexdigest(), tuple(imported)
 
 
-def _is_module(name: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:               # package.module.name
-        return False
-    return spec is not None and spec.origin is not None
+def _file(module: str) -> Path | None:
+    """The source file of a module of an imported package, without importing anything; None if it is no module."""
+    top, *rest = module.split(".")
+    known = sys.modules.get(top)
+    if not rest and getattr(known, "__file__", None):
+        return Path(known.__file__)
+    for folder in getattr(known, "__path__", ()):
+        path = Path(folder, *rest)
+        for file in (path.with_name(path.name + ".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
 
 
 @functools.lru_cache(maxsize=None)
