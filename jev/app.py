@@ -28,11 +28,11 @@ from flask import Flask
 from werkzeug import Request, Response
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
+from jev.contract import MAX_BODY_BYTES
 from jev.engine import Cancelled, ContractError, Engine, InferenceError, Refused
 from jev.scheduler import SHUTDOWN_RETRY_SECONDS
 from jev.settings import Settings
 
-MAX_BODY_BYTES = 4 * 2**20
 CLIENT_CLOSED_REQUEST = 499             # for the log: nobody is there to receive it
 EXCHANGE = "jev.exchange"                 # of the WSGI environment
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)

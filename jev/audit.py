@@ -59,11 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write every record here")
     args = parser.parse_args(argv)
     export = open_export(args.export)
-    manifest = export.manifest
     request = contract.parse_request(args.request.read_bytes() if args.request else EXAMPLE, export.model_names)
-    processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length,
-                          export.config.vocab_size)
-    sequences = processor.encode(request)
+    sequences = Processor.of(export).encode(request)
     backbone = open_backbone(export, args.backend, log=lambda line: print(line, file=sys.stderr))
     try:
         records, whole = audit(export, backbone, sequences)

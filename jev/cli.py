@@ -20,9 +20,7 @@ from jev.arguments import Parser
 from jev.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from jev.checkpoint import Export
     from jev.engine import Engine
-    from jev.processor import Processor
 
 INTRODUCTION = """\
 A decision worker for Open-Jev checkpoints. It takes a state and typed questions, runs every candidate answer through
@@ -252,9 +250,9 @@ def _make_demo_checkpoint(folder: Path) -> None:
     from jev.checked_json import CheckpointError
     from jev.checkpoint import open_export
     from jev.demo_checkpoint import write_demo_checkpoint
-    from jev.processor import ProcessorError
+    from jev.processor import Processor, ProcessorError
     try:
-        _open_processor(open_export(folder))
+        Processor.of(open_export(folder))
         say(f"1. a demo checkpoint lies in {folder} already")
     except (CheckpointError, ProcessorError):
         say(f"1. writing a demo checkpoint to {folder}: the real architecture, tiny, with random weights")
@@ -263,13 +261,6 @@ def _make_demo_checkpoint(folder: Path) -> None:
         except CheckpointError as error:
             # Perhaps a demo that lost its manifest, perhaps something of the user's: not ours to delete.
             raise CommandError(f"{error}; remove that folder (`make clean` removes the one of `make demo`)") from None
-
-
-def _open_processor(export: Export) -> Processor:
-    from jev.processor import Processor
-    manifest = export.manifest
-    return Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length,
-                     export.config.vocab_size)
 
 
 def _example_request() -> Path:
@@ -331,9 +322,10 @@ def demo_checkpoint(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     from jev.checkpoint import open_export
     from jev.engine import DEMO_NOTICE
+    from jev.processor import Processor
     export = open_export(args.export, _settings(args).max_length)
     manifest, config = export.manifest, export.config
-    processor = _open_processor(export)
+    processor = Processor.of(export)
     size = sum(t.nbytes for t in export.tensors.values())
     kinds = [config.layer_types.count(kind) for kind in ("linear_attention", "full_attention")]
     print(f"{args.export}: a complete export")

@@ -82,8 +82,9 @@ class CudaBackbone:
         with reported("the model cannot be opened on the GPU"):
             folder = disk.folder()
             self.gemm = Gemm(gpu, folder and folder / "gemm.json", tune)
-            self._tune(weights.specs(config))
-            self.weights = load(weights.specs(config))
+            specs = weights.specs(config)
+            self._tune(specs)
+            self.weights = load(specs)
             self.model = weights.assemble(self.weights.held, config)
             self.buffers = Buffers(config, self.buckets, max_length)
             self.stream = device.Stream()

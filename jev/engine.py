@@ -53,8 +53,7 @@ class Engine:
             advice = "" if manifest.max_length > backbone.max_rows else " or raise OPEN_JEV_BATCH_ROWS"
             raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
                                f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH{advice}")
-        self.processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix,
-                                   manifest.max_length, export.config.vocab_size)
+        self.processor = Processor.of(export)
         self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe)
         prompt, = contract.parse_request(WARM_UP, export.model_names).questions[0].prompts
         # Cut, which no request ever is: a worker for very short prompts has to start too.

@@ -13,13 +13,16 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
 from jev.contract import ENDINGS, MAX_ERRORS, ContractError, Question, Request
 from jev.strict_json import excerpt
+
+if TYPE_CHECKING:
+    from jev.checkpoint import Export
 
 BATCH_CHARACTERS = 1 << 18
 # A long text is tokenized in pieces of about so many characters, by as many threads as there are cores: a prompt of 3,000
@@ -153,6 +156,13 @@ class Processor:
         self._longest_token = max(map(len, vocabulary))
         always = dict.fromkeys([chat_prefix, *(ending + chat_suffix for ending in ENDINGS)])
         self._known = dict(zip(always, self._encode_batch(list(always))))      # the same in every request
+
+    @classmethod
+    def of(cls, export: Export) -> Processor:
+        """The processor of an export. Raises ProcessorError."""
+        manifest = export.manifest
+        return cls(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length,
+                   export.config.vocab_size)
 
     def tokenize(self, prompt: str) -> np.ndarray:
         """Token ids, int32 [length], of one whole prompt, however long."""

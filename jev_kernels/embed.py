@@ -12,7 +12,6 @@ Source: ``torch.nn.Embedding`` in ``Qwen3_5TextModel``.
 """
 from __future__ import annotations
 
-
 import numpy as np
 from numba import cuda
 from numba.cuda import types

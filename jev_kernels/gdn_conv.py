@@ -18,7 +18,6 @@ Source: ``Qwen3_5GatedDeltaNet`` of Transformers (``causal_conv1d``, whose outpu
 """
 from __future__ import annotations
 
-
 import numpy as np
 from numba import cuda
 from numba.cuda import types

@@ -12,7 +12,6 @@ Relative error to float64 1.7e-3 (rounding o alone: 1.66e-3), with nearly parall
 """
 from __future__ import annotations
 
-
 from jev_kernels import cubin
 from jev_kernels import hopper_gdn_prepare as prepare
 from jev_kernels import hopper_gdn_scan as scan

@@ -18,7 +18,6 @@ Source: ``Qwen3_5RMSNorm`` and ``Qwen3_5RMSNormGated`` of Transformers.
 """
 from __future__ import annotations
 
-
 import numpy as np
 from numba import cuda
 from numba.cuda import types

@@ -17,7 +17,6 @@ Source: ``Qwen3_5Attention``, ``apply_rotary_pos_emb`` and ``Qwen3_5TextRotaryEm
 """
 from __future__ import annotations
 
-
 import numpy as np
 from numba import cuda
 from numba.cuda import types

@@ -34,8 +34,7 @@ def main(argv=None) -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     export = open_export(args.export, args.max_length)
-    manifest = export.manifest
-    processor = Processor(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length)
+    processor = Processor.of(export)
     backbone = open_backbone(export, args.backend, args.max_length, log=lambda line: None)
     words = np.random.default_rng(0).choice("the parcel left depot on Tuesday and nobody saw it".split(), args.tokens)
     instructions = "Which shelf is it on?"
