@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
-import pkgutil
 import subprocess
 import sys
 
@@ -12,9 +10,9 @@ import pytest
 from numba.cuda import types
 from numba.cuda.core import config
 
-import jev_kernels
 from jev_kernels import cubin, disk, silu
 from jev_kernels.launch import Kernel
+from tests.registered import kernels
 from tools import synthetic
 
 if config.ENABLE_CUDASIM:
@@ -99,12 +97,7 @@ def test_a_kernel_from_inside_a_function_has_no_file(folder):
 
 
 def test_every_kernel_of_the_package_is_kept():
-    found = []
-    for module in pkgutil.iter_modules(jev_kernels.__path__):
-        if module.name not in ("ptx_sim", "simulator"):
-            kernels = getattr(importlib.import_module(f"jev_kernels.{module.name}"), "kernels", None)
-            if kernels is not None and not inspect.signature(kernels).parameters:
-                found += [cubin.identity(kernel, HOPPER) for kernel, *_ in kernels().values()]
+    found = [cubin.identity(kernel, HOPPER) for _, kernel, *_ in kernels()]
     assert len(set(found)) > 30 and all(found)
 
 

@@ -6,36 +6,27 @@ from plain PTX nvJitLink makes relocatable code, with other registers and withou
 """
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 import re
 
 import pytest
 from numba.cuda.core import config
 
-import jev_kernels
 from jev_kernels import cubin
+from tests.registered import kernels
 
 if config.ENABLE_CUDASIM:
     pytest.skip("compiles for real: not under NUMBA_ENABLE_CUDASIM", allow_module_level=True)
 pytest.importorskip("cuda.bindings.nvjitlink")
 
-MODULES = sorted(m.name for m in pkgutil.iter_modules(jev_kernels.__path__) if m.name not in ("ptx_sim", "simulator"))
-
 
 def registered() -> list:
     """One case for each kernel and architecture; a kernel that two modules name counts once."""
     cases, seen = [], set()
-    for module in MODULES:
-        kernels = getattr(importlib.import_module(f"jev_kernels.{module}"), "kernels", None)
-        if kernels is None or inspect.signature(kernels).parameters:
-            continue
-        for name, (kernel, capabilities, registers, spill) in kernels().items():
-            for cc in capabilities:
-                if (id(kernel), cc) not in seen:
-                    seen.add((id(kernel), cc))
-                    cases.append(pytest.param(kernel, cc, registers, spill, id=f"{name}-sm_{''.join(map(str, cc))}"))
+    for name, kernel, capabilities, registers, spill in kernels():
+        for cc in capabilities:
+            if (id(kernel), cc) not in seen:
+                seen.add((id(kernel), cc))
+                cases.append(pytest.param(kernel, cc, registers, spill, id=f"{name}-sm_{''.join(map(str, cc))}"))
     return cases
 
 

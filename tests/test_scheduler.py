@@ -80,6 +80,29 @@ def pool():
         yield pool
 
 
+@pytest.fixture
+def occupied(start, pool):
+    """occupied(first, **options) -> (scheduler, its Gated, the future of ``first``, whose forward waits at the gate)."""
+    def occupied(first=family(0, 1), **options):
+        infer = Gated(gate=True)
+        scheduler = start(infer, **options)
+        running = pool.submit(submit, scheduler, first)
+        eventually(lambda: len(infer.forwards) == 1)
+        return scheduler, infer, running
+    return occupied
+
+
+@pytest.fixture
+def in_line(pool):
+    """in_line(scheduler, sequences, cancelled) -> the future of a request that waits behind the forward that runs."""
+    def in_line(scheduler, sequences, cancelled=None):
+        ahead = len(scheduler._waiting)
+        future = pool.submit(submit, scheduler, sequences, cancelled)
+        eventually(lambda: len(scheduler._waiting) == ahead + 1)
+        return future
+    return in_line
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Composition
 
@@ -169,25 +192,17 @@ def test_scores_come_back_in_order_from_one_forward_at_a_time(start, pool):
     assert scheduler.admitted == 0
 
 
-def test_requests_that_wait_together_share_a_forward(start, pool):
-    infer = Gated(gate=True)
-    scheduler = start(infer)
-    first = pool.submit(submit, scheduler, family(0, 1))
-    eventually(lambda: len(infer.forwards) == 1)
-    others = [pool.submit(submit, scheduler, family(i, 3)) for i in range(1, 9)]
-    eventually(lambda: len(scheduler._waiting) == 8)
+def test_requests_that_wait_together_share_a_forward(occupied, in_line):
+    scheduler, infer, first = occupied()
+    others = [in_line(scheduler, family(i, 3)) for i in range(1, 9)]
     infer.gate.set()
     assert [len(f.result(10).scores) for f in [first, *others]] == [1] + [3] * 8
     assert [len(forward) for forward in infer.forwards] == [1, 24]
 
 
-def test_a_large_request_does_not_starve_small_ones(start, pool):
-    infer = Gated(gate=True)
-    scheduler = start(infer, max_rows=100)
-    large = pool.submit(submit, scheduler, family(1, 400))          # some 20 forwards alone
-    eventually(lambda: len(infer.forwards) == 1)
-    small = [pool.submit(submit, scheduler, family(i, 1)) for i in range(2, 6)]
-    eventually(lambda: len(scheduler._waiting) == 4)
+def test_a_large_request_does_not_starve_small_ones(occupied, in_line):
+    scheduler, infer, large = occupied(family(1, 400), max_rows=100)          # some 20 forwards alone
+    small = [in_line(scheduler, family(i, 1)) for i in range(2, 6)]
     infer.gate.set()
     for future in small:
         future.result(10)
@@ -238,15 +253,11 @@ def test_full_queue_and_places_returned(start, pool):
     assert scheduler.admitted == 0
 
 
-def test_a_client_that_hangs_up_frees_its_place(start, pool):
-    infer = Gated(gate=True)
-    scheduler = start(infer, capacity=3)
+def test_a_client_that_hangs_up_frees_its_place(occupied, in_line, pool):
+    scheduler, infer, running = occupied(capacity=3)
     gone = threading.Event()
-    running = pool.submit(submit, scheduler, family(0, 1))
-    eventually(lambda: len(infer.forwards) == 1)
-    leaving = pool.submit(submit, scheduler, family(1, 1), gone.is_set)
-    staying = pool.submit(submit, scheduler, family(2, 1), lambda: False)
-    eventually(lambda: len(scheduler._waiting) == 2)
+    leaving = in_line(scheduler, family(1, 1), gone.is_set)
+    staying = in_line(scheduler, family(2, 1), lambda: False)
     with pytest.raises(QueueFull):
         submit(scheduler, family(3, 1))
     gone.set()
@@ -280,11 +291,9 @@ def test_an_error_before_the_forward_returns_the_place(start):
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("out of memory"), MemoryError(), SystemExit(3)])
-def test_a_failed_forward_fails_its_requests_only(start, pool, caplog, failure):
-    infer, probes = Gated(gate=True), []
-    scheduler = start(infer, after_failure=lambda: probes.append(len(infer.forwards)))
-    first = pool.submit(submit, scheduler, family(0, 1))
-    eventually(lambda: len(infer.forwards) == 1)
+def test_a_failed_forward_fails_its_requests_only(occupied, caplog, failure):
+    probes = []
+    scheduler, infer, first = occupied(after_failure=lambda: probes.append(len(infer.forwards)))
     infer.failure = failure
     infer.gate.set()
     with pytest.raises(InferenceError, match="model inference failed"):
@@ -337,17 +346,12 @@ def test_the_main_thread_can_be_interrupted_while_it_leads(start, pool, caplog):
     assert pool.submit(submit, scheduler, family(1, 2)).result(10).scores.size == 2
 
 
-def test_whoever_was_to_lead_may_leave(start, pool):
+def test_whoever_was_to_lead_may_leave(occupied, in_line):
     """The next in line is gone just when it is appointed: the one behind it leads."""
-    infer = Gated(gate=True)
-    scheduler = start(infer, max_rows=30)
-    running = pool.submit(submit, scheduler, family(0, 1))
-    eventually(lambda: len(infer.forwards) == 1)
+    scheduler, infer, running = occupied(max_rows=30)
     gone = threading.Event()
-    leaving = pool.submit(submit, scheduler, family(1, 1), gone.is_set)
-    eventually(lambda: len(scheduler._waiting) == 1)
-    staying = pool.submit(submit, scheduler, family(2, 1))
-    eventually(lambda: len(scheduler._waiting) == 2)
+    leaving = in_line(scheduler, family(1, 1), gone.is_set)
+    staying = in_line(scheduler, family(2, 1))
     gone.set()
     infer.gate.set()
     assert staying.result(10).scores.size == 1 and running.result(10)
@@ -356,22 +360,17 @@ def test_whoever_was_to_lead_may_leave(start, pool):
     assert scheduler._leader is None and scheduler.admitted == 0 and not scheduler._running
 
 
-def test_nothing_runs_beside_what_follows_a_failure(start, pool):
+def test_nothing_runs_beside_what_follows_a_failure(occupied, in_line, pool):
     """A large request leads, a part of another's scores is not finite, and the leader, in line again, leaves meanwhile."""
     probing, probed = threading.Event(), threading.Event()
 
     def after_failure():
         probing.set()
         assert probed.wait(30)
-    infer = Gated(gate=True)
-    scheduler = start(infer, max_rows=60, capacity=3, after_failure=after_failure)
-    busy = pool.submit(submit, scheduler, family(9, 1))
-    eventually(lambda: len(infer.forwards) == 1)
+    scheduler, infer, busy = occupied(max_rows=60, capacity=3, after_failure=after_failure)
     gone = threading.Event()
-    large = pool.submit(submit, scheduler, family(1, 40), gone.is_set)
-    eventually(lambda: len(scheduler._waiting) == 1)
-    bad = pool.submit(submit, scheduler, family(2, 1))
-    eventually(lambda: len(scheduler._waiting) == 2)
+    large = in_line(scheduler, family(1, 40), gone.is_set)
+    bad = in_line(scheduler, family(2, 1))
     scheduler._infer = lambda sequences: np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32)
     infer.gate.set()
     assert busy.result(10) and probing.wait(10)
@@ -392,14 +391,10 @@ def test_nothing_runs_beside_what_follows_a_failure(start, pool):
         large.result(10)
 
 
-def test_a_failure_around_the_forward_tells_everybody(start, pool, monkeypatch, caplog):
+def test_a_failure_around_the_forward_tells_everybody(occupied, in_line, monkeypatch, caplog):
     """A wrong number of scores, or no memory to compose: an error for those concerned, and the next forward runs."""
-    infer = Gated(gate=True)
-    scheduler = start(infer)
-    busy = pool.submit(submit, scheduler, family(9, 1))
-    eventually(lambda: len(infer.forwards) == 1)
-    others = [pool.submit(submit, scheduler, family(i, 2)) for i in range(3)]
-    eventually(lambda: len(scheduler._waiting) == 3)
+    scheduler, infer, busy = occupied()
+    others = [in_line(scheduler, family(i, 2)) for i in range(1, 4)]
     scheduler._infer = lambda sequences: np.ones(1, np.float32)
     infer.gate.set()
     assert busy.result(10)
@@ -431,13 +426,9 @@ def test_drain_answers_what_was_admitted(start, pool):
     assert scheduler.wait_idle(10)
 
 
-def test_close_fails_what_still_waits(start, pool):
-    infer = Gated(gate=True)
-    scheduler = start(infer)
-    running = pool.submit(submit, scheduler, family(0, 1))
-    eventually(lambda: len(infer.forwards) == 1)
-    waiting = pool.submit(submit, scheduler, family(1, 1))
-    eventually(lambda: len(scheduler._waiting) == 1)
+def test_close_fails_what_still_waits(occupied, in_line, pool):
+    scheduler, infer, running = occupied()
+    waiting = in_line(scheduler, family(1, 1))
     closer = pool.submit(scheduler.close, 10)
     with pytest.raises(ShuttingDown):
         waiting.result(10)
