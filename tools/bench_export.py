@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from jev import checkpoint, export  # noqa: E402
 from jev.checkpoint import ModelConfig, Pinned  # noqa: E402
 from jev.demo_checkpoint import CHAT_TEMPLATE, demo_tokenizer  # noqa: E402
+from jev.weight_files import INDEX_FILE  # noqa: E402
 
 SOURCES = {"27b": checkpoint.PINNED[0], "9b": checkpoint.PINNED[1]}
 VOCAB = 248320
@@ -62,6 +63,19 @@ def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, ite
         file.truncate(8 + len(raw) + at)
 
 
+def write_sparse_shards(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
+    """BF16 tensors as sparse shards with their index; returns the bytes of the shards."""
+    plan = export._plan_shards(shapes, BASE_SHARD)
+    weight_map, total = {}, 0
+    for i, shard in enumerate(plan):
+        name = f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
+        write_sparse(folder / name, shard, "BF16", 2)
+        weight_map |= dict.fromkeys(shard, name)
+        total += (folder / name).stat().st_size
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return total
+
+
 def large_tokenizer() -> str:
     """The demo's tokenizer with as many tokens and merges as the real one."""
     tokenizer = json.loads(demo_tokenizer().to_str())
@@ -88,14 +102,7 @@ def write_inputs(folder: Path, source: Pinned, layers: int, rank: int) -> None:
     base, trained = folder / "base", folder / "checkpoint"
     base.mkdir()
     (trained / "adapter").mkdir(parents=True)
-    plan = export._plan_shards(config.tensor_shapes(), BASE_SHARD)
-    weight_map = {}
-    for i, shapes in enumerate(plan):
-        name = f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
-        shapes = {f"model.language_model.{tensor}": shape for tensor, shape in shapes.items()}
-        write_sparse(base / name, shapes, "BF16", 2)
-        weight_map |= dict.fromkeys(shapes, name)
-    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_sparse_shards(base, {f"model.language_model.{name}": shape for name, shape in config.tensor_shapes().items()})
     (base / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
     (base / "tokenizer.json").write_text(large_tokenizer())
     (base / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -137,15 +137,15 @@ def time_operations(backbone: CudaBackbone, bucket) -> dict[str, tuple[int, floa
     return out
 
 
-def plot(rows: list[dict], path: str) -> None:
+def plot(path: str, ylabel: str, lines: dict[str, tuple[str, list, list]]) -> None:
+    """Draw milliseconds against tokens, both logarithmic. lines: label -> (matplotlib's format, tokens, milliseconds)."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    lengths = [r["length"] for r in rows]
-    axes.plot(lengths, [r["ms"] for r in rows], "o-", label="measured")
-    axes.plot(lengths, [r["floor_ms"] for r in rows], "--", label="floor")
-    axes.set(xlabel="tokens", ylabel="device time, ms", xscale="log", yscale="log")
+    for label, (style, lengths, ms) in lines.items():
+        axes.plot(lengths, ms, style, label=label)
+    axes.set(xlabel="tokens", ylabel=ylabel, xscale="log", yscale="log")
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -183,7 +183,9 @@ def main(argv=None) -> None:
         Path(args.json).write_text(json.dumps({"device": str(backbone.device), "model": args.model, "layers": config.num_layers,
                                                "lengths": rows, "operations": detail, "peak_bytes": peak_memory()}, indent=1))
     if args.plot:
-        plot(rows, args.plot)
+        lengths = [r["length"] for r in rows]
+        plot(args.plot, "device time, ms", {"measured": ("o-", lengths, [r["ms"] for r in rows]),
+                                            "floor": ("--", lengths, [r["floor_ms"] for r in rows])})
 
 
 if __name__ == "__main__":

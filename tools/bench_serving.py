@@ -159,23 +159,6 @@ def report(name: str, s: dict) -> None:
     print(f"{name:<44}{s['n']:>6}{s['mean']:>9.2f}{s['p50']:>9.2f}{s['p95']:>9.2f}{extra}", flush=True)
 
 
-def plot(path: str, model, lengths: list[int], published: list[float], ours: list[float]) -> None:
-    """Latency against length: the C++ worker's published points, ours, and the floor of the forward pass."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from tools.bench_forward import floors
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    axes.plot(lengths, published, "x", label="C++ worker, published")
-    axes.plot(lengths, ours, ".", label="this worker, through the gateway")
-    grid = sorted(set(lengths))
-    axes.plot(grid, [sum(floors(model, n).values()) for n in grid], "--", label="floor of the forward pass")
-    axes.set(xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json")
@@ -243,8 +226,12 @@ def main(argv=None) -> None:
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
     if args.plot:
-        plot(args.plot, synthetic.config("27b", int(args.layers) if args.layers else None), lengths,
-             [float(row["native_ms"]) for row in rows], results["sequential"]["per_request"])
+        from tools.bench_forward import floors, plot
+        model, grid = synthetic.config("27b", int(args.layers) if args.layers else None), sorted(set(lengths))
+        plot(args.plot, "ms", {
+            "C++ worker, published": ("x", lengths, [float(row["native_ms"]) for row in rows]),
+            "this worker, through the gateway": (".", lengths, results["sequential"]["per_request"]),
+            "floor of the forward pass": ("--", grid, [sum(floors(model, n).values()) for n in grid])})
 
 
 if __name__ == "__main__":

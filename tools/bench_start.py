@@ -22,10 +22,9 @@ import urllib3
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jev import export  # noqa: E402
 from jev.checkpoint import MANIFEST_FILE, Manifest, ModelConfig  # noqa: E402
-from jev.weight_files import CONFIG_FILE, INDEX_FILE  # noqa: E402
-from tools.bench_export import BASE_SHARD, SOURCES, text_config, write_sparse  # noqa: E402
+from jev.weight_files import CONFIG_FILE  # noqa: E402
+from tools.bench_export import SOURCES, text_config, write_sparse_shards  # noqa: E402
 from tools.synthetic_worker import CHAT_PREFIX, CHAT_SUFFIX, real_tokenizer  # noqa: E402
 
 
@@ -33,16 +32,8 @@ def write_export(folder: Path, model: str) -> int:
     """A sparse export of the model's real shapes; returns the bytes of its weights."""
     source = SOURCES[model]
     text = text_config(source, source.dims["num_layers"])
-    shapes = ModelConfig.from_json(text).tensor_shapes()
-    plan = export._plan_shards(shapes, BASE_SHARD)
     folder.mkdir()
-    weight_map, total = {}, 0
-    for i, shard in enumerate(plan):
-        name = f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
-        write_sparse(folder / name, shard, "BF16", 2)
-        weight_map |= dict.fromkeys(shard, name)
-        total += (folder / name).stat().st_size
-    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    total = write_sparse_shards(folder, ModelConfig.from_json(text).tensor_shapes())
     (folder / CONFIG_FILE).write_text(json.dumps(text))
     real_tokenizer(folder / "tokenizer.json")
     head = (0.01,) * text["hidden_size"]
