@@ -4,6 +4,9 @@ Whole prompts are what the model was trained on, so the ids are always those of 
 candidates over a 3,000-token state that would be 765,000 tokens of work, nearly all of it the same text again. For the
 tokenizers of the pinned checkpoints the parts of a prompt (see `contract`) can be tokenized apart, each once, with the
 very same ids: `separable` says when and why. Any other tokenizer gets each prompt whole.
+
+Within a part, words can be tokenized apart too (`cuttable`), and are remembered: a prompt of 3,000 tokens takes the
+library five milliseconds, while the GPU waits for it, and looking its words up less than one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +29,11 @@ if TYPE_CHECKING:
     from jev.checkpoint import Export
 
 BATCH_CHARACTERS = 1 << 18
-# A long text is tokenized in pieces of about so many characters, by as many threads as there are cores: a prompt of 3,000
-# tokens takes milliseconds on one, while the GPU waits for it.
-PIECE_CHARACTERS = 800
 # So little text is tokenized sooner by this thread than other threads wake up for it.
 FEW_CHARACTERS = 1000
-_BETWEEN_WORDS = re.compile("[A-Za-z] (?=[A-Za-z])")
+_BEFORE_SPACE = re.compile("(?<=[!-~])(?= )")
+REMEMBERED_WORDS = 1 << 16            # some 20 MB
+REMEMBERED_CHARACTERS = 64            # of a word; longer ones are rarely seen twice
 # Tokens of all prompts of one request: 256 MiB of ids. 4,096 candidates may have 16,384 tokens each, all 65,536 may
 # have 1,024; and a small body that names far more, by many candidates over a long state, cannot take all memory.
 MAX_TOKENS = 64 << 20
@@ -84,26 +87,19 @@ def separable(config: dict[str, Any]) -> bool:
 
 
 def cuttable(config: dict[str, Any]) -> bool:
-    r"""Whether, for this tokenizer.json, a text may also be cut between an ASCII letter and a space before another one.
+    r"""Whether, for this tokenizer.json, a text may also be cut between a visible ASCII character and a space.
 
-    As ``separable``, with a cut before " x" where the text before it ends with a letter. Added tokens: none contains a
-    space. NFC: a space composes with nothing. Split: no alternative matches a letter and then a space, so a cut is there
-    in every split, the text before it ends with a letter either way (`\s+(?!\S)` sees the same), and a match that starts
-    at the space depends on what follows alone.
+    As ``separable``, with ids(L + R) = ids(L) + ids(R) for every L that ends with one of "!" to "~" and R that starts with
+    a space. Added tokens: none contains a space. NFC: nothing composes across the cut, whose right side is a space. Split:
+    no alternative matches a space after anything but white space, so every split of L + R has a cut there; what starts at
+    the space depends on what follows alone; and the look-ahead of `\s+(?!\S)` in L sees no further than L's last character.
     """
     return separable(config) and not any(" " in token["content"] for token in config.get("added_tokens", []))
 
 
-def pieces(text: str) -> list[str]:
-    """A text cut between words into pieces of about PIECE_CHARACTERS, where it has such places."""
-    out, start = [], 0
-    while len(text) - start >= 2 * PIECE_CHARACTERS:
-        found = _BETWEEN_WORDS.search(text, start + PIECE_CHARACTERS)
-        if found is None:
-            break
-        out.append(text[start:found.start() + 1])
-        start = found.start() + 1
-    return [*out, text[start:]]
+def words(text: str) -> list[str]:
+    """A text cut before every space that follows a visible ASCII character."""
+    return _BEFORE_SPACE.split(text)
 
 
 def _without(step: dict[str, Any], key: str) -> dict[str, Any]:
@@ -155,7 +151,9 @@ class Processor:
         self._cuttable = cuttable(config)
         self._longest_token = max(map(len, vocabulary))
         always = dict.fromkeys([chat_prefix, *(ending + chat_suffix for ending in ENDINGS)])
-        self._known = dict(zip(always, self._encode_batch(list(always))))      # the same in every request
+        # The same in every request; and the words of earlier ones.
+        self._known = {text: np.array(ids, np.int32) for text, ids in zip(always, self._encode_batch(list(always)))}
+        self._remembered: dict[str, list[int]] = {}
 
     @classmethod
     def of(cls, export: Export) -> Processor:
@@ -166,7 +164,7 @@ class Processor:
 
     def tokenize(self, prompt: str) -> np.ndarray:
         """Token ids, int32 [length], of one whole prompt, however long."""
-        return self._encode_batch([self._prefix + prompt.strip() + self._suffix])[0]
+        return np.array(self._encode_batch([self._prefix + prompt.strip() + self._suffix])[0], np.int32)
 
     def encode(self, request: Request) -> list[np.ndarray]:
         """Token ids, int32 [length], of every candidate's prompt, in the order of questions and prompts.
@@ -230,29 +228,46 @@ class Processor:
         return -(-len(text) // characters)
 
     def _encode_texts(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
-        """Ids by text, in batches that bound the tokenizer's memory."""
-        cut = {text: pieces(text) if self._cuttable else [text] for text in texts if text not in self._known}
-        ids: dict[str, np.ndarray] = {}
-        batch: list[str] = []
-        characters = 0
-        for piece in dict.fromkeys(piece for parts in cut.values() for piece in parts):
-            if batch and characters + len(piece) > BATCH_CHARACTERS:
-                ids.update(zip(batch, self._encode_batch(batch)))
-                batch, characters = [], 0
-            batch.append(piece)
-            characters += len(piece)
-        ids.update(zip(batch, self._encode_batch(batch)))
-        return self._known | {
-            text: ids[parts[0]] if len(parts) == 1 else np.concatenate([ids[piece] for piece in parts])
-            for text, parts in cut.items()
-        }
+        """Ids by text."""
+        cut = {text: words(text) if self._cuttable and len(text) <= BATCH_CHARACTERS else [text]
+               for text in texts if text not in self._known}
+        remembered = self._remembered                 # this very dict: another thread may begin a new one
+        ids, new = {}, []
+        for word in dict.fromkeys(chain.from_iterable(cut.values())):
+            if (known := remembered.get(word)) is None:
+                new.append(word)
+            else:
+                ids[word] = known
+        if new:
+            encoded = dict(zip(new, self._encode_in_batches(new)))
+            ids |= encoded
+            self._remember(encoded)
+        return self._known | {text: np.fromiter(chain.from_iterable(map(ids.__getitem__, parts)), np.int32)
+                              for text, parts in cut.items()}
 
-    def _encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    def _remember(self, encoded: dict[str, list[int]]) -> None:
+        short = {word: ids for word, ids in encoded.items() if len(word) <= REMEMBERED_CHARACTERS}
+        if len(self._remembered) + len(short) > REMEMBERED_WORDS:
+            self._remembered = {}
+        if len(short) <= REMEMBERED_WORDS:
+            self._remembered.update(short)
+
+    def _encode_in_batches(self, texts: list[str]) -> list[list[int]]:
+        """In batches that bound the tokenizer's memory."""
+        out, batch, characters = [], [], 0
+        for text in texts:
+            if batch and characters + len(text) > BATCH_CHARACTERS:
+                out += self._encode_batch(batch)
+                batch, characters = [], 0
+            batch.append(text)
+            characters += len(text)
+        return out + self._encode_batch(batch)
+
+    def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Releases the interpreter lock but for little text, and leaves out the offsets that nobody needs."""
         if sum(map(len, texts)) <= FEW_CHARACTERS:
-            return [np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32) for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+            return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _too_long(self, question: Question, index: int, length: str) -> dict[str, Any]:
         loc = question.candidate_loc(index)
