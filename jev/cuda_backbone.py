@@ -162,7 +162,9 @@ class CudaBackbone:
         if bucket is None:
             return self._in_parts(sequences)
         self._check(pool)
-        last_rows, where = np.unique(pool.last_rows, return_inverse=True)
+        last_rows, where = pool.last_rows, [0]
+        if len(sequences) > 1:
+            last_rows, where = np.unique(pool.last_rows, return_inverse=True)
         self.upload(bucket, pool, last_rows)
         graph = self.graph(bucket) if self.use_graphs else None
         if graph is not None:

@@ -71,6 +71,8 @@ def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 def sorted_order(sequences: Sequence[np.ndarray]) -> list[int]:
     """Indices of the sequences in lexicographic order, in which those that share a prefix stand together."""
+    if len(sequences) == 1:
+        return [0]
     keys = [s.astype(">u4").tobytes() for s in sequences]
     return sorted(range(len(keys)), key=keys.__getitem__)
 

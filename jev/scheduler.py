@@ -139,11 +139,9 @@ def row_costs(sequences: Sequence[np.ndarray]) -> np.ndarray:
 
     Each sequence counts as one row at least, so that duplicates cannot make a forward of unlimited width.
     """
-    own = [0]
-    before = np.empty(0, np.int32)
-    for this in sequences:
+    own = [0, *map(len, sequences[:1])]
+    for before, this in zip(sequences, sequences[1:]):
         own.append(max(1, len(this) - shared_prefix(before, this)))
-        before = this
     return np.cumsum(own, dtype=np.int64)
 
 
