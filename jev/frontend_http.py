@@ -1,8 +1,9 @@
 """The gateway's side of one worker: connections that keep time, answers that are read whole and strictly.
 
-urllib3 supplies the HTTP client: connecting, TLS, sending a request, telling a dropped connection from a good one. Its
-pools and its `urlopen` are left aside: they normalise the target, and their time-outs are per read, so that a worker
-sending one byte a second would never be late. Here a socket carries one deadline for the whole exchange.
+urllib3 supplies the connections: name resolution, TLS, telling a dropped one from a good one. Its pools and its requests
+are left aside: they normalise the target, and their time-outs are per read, so that a worker sending one byte a second
+would never be late. Here a socket carries one deadline for the whole exchange, and a request's head is written as a line
+for each header, which is all that is left to do and takes a fifth of the time.
 
 Nothing is sent twice. `exchange` separates the two ways in which a request fails: `Unreachable` means that no byte
 of it left this process, and only then may another worker have it; after the first byte the failure is final,
@@ -18,14 +19,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
-from urllib3.util import SKIP_HEADER
 
 CONNECT_SECONDS = 5.0
 # Waitress closes a silent connection after 120 s. Letting go of ours well before keeps us from sending a request
@@ -116,8 +116,6 @@ class _Timed:
 
     deadline: float = 0.0
     gone: Callable[[], bool]
-    hold: bool = False  # the next write is a header with a body right behind: they leave together
-    held: bytes = b""
 
     def _wait(self, call: Callable, *args):
         while True:
@@ -137,11 +135,6 @@ class _Timed:
         return self._wait(super().recv_into, *args)
 
     def sendall(self, data, flags: int = 0) -> None:
-        if self.hold:
-            self.hold, self.held = False, data
-            return
-        if self.held:
-            self.held, data = b"", self.held + data
         view = memoryview(data).cast("B")
         while view:
             view = view[self._wait(super().send, view, flags) :]
@@ -225,36 +218,9 @@ class _Response(http.client.HTTPResponse):
         return size
 
 
-class _Plain:
-    """What both kinds of connection have in common."""
-
-    response_class = _Response
-
-    def getresponse(self) -> _Response:
-        # Past urllib3's own response, which would parse and copy once more what is parsed already.
-        return http.client.HTTPConnection.getresponse(self)
-
-
-class _Connection(_Plain, HTTPConnection):
+class _Connection(HTTPConnection):
     def _new_conn(self) -> socket.socket:
         return _Socket(fileno=super()._new_conn().detach())
-
-
-class _TLSConnection(_Plain, HTTPSConnection):
-    pass
-
-
-class _Headers:
-    """The mapping that urllib3 asks for, with names that may repeat."""
-
-    def __init__(self, items: list[tuple[str, str]]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self._items)
-
-    def items(self) -> list[tuple[str, str]]:
-        return self._items
 
 
 class Worker:
@@ -266,7 +232,10 @@ class Worker:
         self.name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self.prefix = parts.path.rstrip("/")
         self.host = parts.hostname or ""
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        default = 443 if parts.scheme == "https" else 80
+        self.port = parts.port or default
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        self._host_header = host if self.port == default else f"{host}:{self.port}"
         self.outstanding = 0
         self.healthy = True
         self._tls: ssl.SSLContext | None = None
@@ -294,12 +263,12 @@ class Worker:
         """
         connection = self._connection(deadline)
         sock = connection.sock
-        sock.deadline, sock.gone, sock.hold = deadline, gone, length > 0
+        sock.deadline, sock.gone = deadline, gone
         reusable = False
         try:
-            sent = self._send(connection, method, target, headers, body, length)
-            answer = self._receive(connection, limit)
-            reusable = sent and not connection.is_closed
+            sent = self._send(sock, method, target, headers, body, length)
+            answer, ends = self._receive(sock, method, limit)
+            reusable = sent and not ends
             return answer
         except (OSError, HTTPError, http.client.HTTPException, ValueError) as error:
             if gone():
@@ -312,29 +281,29 @@ class Worker:
                 self._keep(connection)
             else:
                 connection.close()
-                sock.close()  # a response still holds it when the worker announced the end of the connection
 
-    def _send(self, connection, method, target, headers, body, length) -> bool:
+    def _send(self, sock, method, target, headers, body, length) -> bool:
         """False when the worker stopped reading: it may have answered already (413, say), so that is read next."""
-        out = list(headers)
-        names = {name.lower() for name, _ in headers}
-        out += [(name, SKIP_HEADER) for name in ("User-Agent", "Accept-Encoding") if name.lower() not in names]
+        lines = [f"{method} {self.prefix}{target} HTTP/1.1", f"Host: {self._host_header}"]
+        lines += [f"{name}: {value}" for name, value in headers]
         if length or method == "POST":
-            out.append(("Content-Length", str(length)))
-        blocks = iter(lambda: body.read(BLOCK_BYTES), b"") if length else None
+            lines.append(f"Content-Length: {length}")
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
         try:
-            connection.request(
-                method, self.prefix + target, body=blocks, headers=_Headers(out),
-                preload_content=False, decode_content=False,
-            )
+            # The head and what there is of the body leave together, and the worker wakes up once.
+            sock.sendall(head + (body.read(BLOCK_BYTES) if length else b""))
+            while length and (block := body.read(BLOCK_BYTES)):
+                sock.sendall(block)
         except (BrokenPipeError, ConnectionResetError):
             return False
         return True
 
     @staticmethod
-    def _receive(connection: HTTPConnection, limit: int) -> Answer:
-        response: _Response = connection.getresponse()
+    def _receive(sock, method, limit) -> tuple[Answer, bool]:
+        """The answer, and whether the connection ends with it."""
+        response = _Response(sock, method=method)
         try:
+            response.begin()
             if (response.length or 0) > limit:
                 raise ExchangeFailed("the worker's answer is too large")
             blocks, size = [], 0
@@ -345,7 +314,8 @@ class Worker:
                 blocks.append(block)
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
-            return Answer(response.status, response.reason, end_to_end(response.headers.items()), b"".join(blocks))
+            headers = end_to_end(response.headers.items())
+            return Answer(response.status, response.reason, headers, b"".join(blocks)), response.will_close
         finally:
             response.close()
 
@@ -371,7 +341,7 @@ class Worker:
         if self._tls is None:
             connection = _Connection(self.host, self.port, timeout=timeout)
         else:
-            connection = _TLSConnection(self.host, self.port, timeout=timeout, ssl_context=self._tls)
+            connection = HTTPSConnection(self.host, self.port, timeout=timeout, ssl_context=self._tls)
         try:
             connection.connect()
         except (OSError, HTTPError) as error:
