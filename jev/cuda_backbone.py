@@ -147,7 +147,7 @@ class CudaBackbone:
     def upload(self, bucket: Bucket, pool: RowPool, last_rows: np.ndarray) -> None:
         """Put the pool's metadata on the device, laid out for ``bucket``; last_rows: its distinct last rows."""
         used = bucket.pack(pool, last_rows, self.host_metadata)
-        device.to_device(self.buffers.metadata, self.host_metadata[:used], self.stream)
+        device.to_device(self.buffers.metadata_at, self.host_metadata[:used], self.stream)
         self.ops(bucket).clear(pool.n_rows)
 
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
@@ -172,7 +172,7 @@ class CudaBackbone:
         else:
             self._launch(bucket)
         out = self.host_hidden[:len(last_rows)]
-        device.to_host(out, self.ops(bucket).hidden, self.stream)
+        device.to_host(out, self.ops(bucket).hidden_at, self.stream)
         self.stream.synchronize()
         return out[where], pool.n_rows
 

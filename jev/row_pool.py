@@ -44,8 +44,7 @@ class RowPool:
     @cached_property
     def path_starts(self) -> np.ndarray:
         """Where each branch's path begins in ``paths``."""
-        lengths = [len(b.path) for b in self.branches]
-        return np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32)
+        return np.cumsum([0, *(len(b.path) for b in self.branches[:-1])], dtype=np.int32)
 
     @cached_property
     def paths(self) -> np.ndarray:
@@ -110,6 +109,22 @@ def build(sequences: Sequence[np.ndarray]) -> RowPool:
 
     ``last_rows`` follows the order given. Raises ValueError for an empty set or sequence, or a negative id.
     """
+    return _single(*_checked(sequences)) if len(sequences) == 1 else _trie(sequences)
+
+
+def _single(tokens: np.ndarray) -> RowPool:
+    """The pool of one sequence: what ``_trie`` gives, without a trie's work, which the GPU would have to wait for."""
+    rows = np.arange(len(tokens), dtype=np.int32)
+    chunks = -(-len(tokens) // CHUNK)
+    chunk_rows = np.full(chunks * CHUNK, -1, np.int32)
+    chunk_rows[:len(tokens)] = rows
+    chunk_rows = chunk_rows.reshape(-1, CHUNK)
+    return RowPool(ids=tokens, positions=rows, parents=rows - 1, last_rows=rows[-1:], branches=(Branch(rows, 0),),
+                   chunk_rows=chunk_rows, chunk_out_rows=chunk_rows, chunk_slots=np.full(chunks, -1, np.int32),
+                   runs=np.array([(0, chunks, -1, 0)], np.int32), n_slots=0)
+
+
+def _trie(sequences: Sequence[np.ndarray]) -> RowPool:
     order, arrays, shared = _sorted_unique(_checked(sequences))
     last_rows = np.empty(len(arrays), np.int32)
     ids, positions, parents, branches = [], [], [], []

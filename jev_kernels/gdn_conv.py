@@ -29,6 +29,7 @@ from jev_kernels.ptx import f32, i32, u32, u64
 from jev_kernels.silu import sigmoid, silu
 
 THREADS = 128
+RESIDENT = 7                     # blocks a multiprocessor: with fewer, loads and arithmetic hardly overlap
 FEW_ROWS = 512                   # up to here short blocks, for latency; above, longer ones read less twice
 TAPS = 4
 MAX_ROWS = 4 * 65535             # the grid's second dimension
@@ -163,7 +164,8 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
                 row = i32(row + 4)
 
     m = (u64, i32)
-    return Kernel(gdn_conv_kernel, types.void(*m, u64, *m, u64, i32, *m, *m, u64, u64, u64, u64, i32, u64, i32), THREADS)
+    return Kernel(gdn_conv_kernel, types.void(*m, u64, *m, u64, i32, *m, *m, u64, u64, u64, u64, i32, u64, i32), THREADS,
+                  resident=RESIDENT if vector else 1)
 
 
 # ---------------------------------------------------------------- launchers
@@ -252,7 +254,7 @@ def row_blocks(capacity: int) -> tuple[int, int]:
 def kernels() -> dict:
     """The kernels with their budgets: {name: (Kernel, compute capabilities, registers, spill bytes)}."""
     everywhere = ((8, 0), (9, 0, "a"))
-    return {"gdn_conv": (conv_gates_kernel(True, True, False), everywhere, 128, 0),
+    return {"gdn_conv": (conv_gates_kernel(True, True, False), everywhere, 72, 0),
             "gdn_conv_scalar": (conv_gates_kernel(False, True, False), everywhere, 128, 0),
             "gdn_gates": (conv_gates_kernel(True, False, True), everywhere, 40, 0),
-            "gdn_conv_gates": (conv_gates_kernel(True, True, True), everywhere, 128, 0)}
+            "gdn_conv_gates": (conv_gates_kernel(True, True, True), everywhere, 72, 0)}

@@ -1,6 +1,8 @@
 """The row pool: its indices, and that no grouping of sequences changes a bit of any of them."""
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,6 +96,18 @@ def test_every_row_has_one_tile_and_one_chunk_that_writes_it(sequences):
                 assert len(live) == CHUNK
                 stored[pool.chunk_slots[chunk]] = before
     assert sorted(stored) == list(range(pool.n_slots))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 200, 1000])
+def test_a_single_sequence_is_a_trie_of_one(length):
+    sequence = np.random.default_rng(length).integers(0, 9, length)
+    pool, trie = row_pool.build([sequence]), row_pool._trie([sequence])
+    for f in fields(pool):
+        if f.name != "branches":
+            np.testing.assert_array_equal(getattr(pool, f.name), getattr(trie, f.name), f.name)
+    for name in ("paths", "path_starts", "tiles"):
+        np.testing.assert_array_equal(getattr(pool, name), getattr(trie, name), name)
+    assert len(pool.branches) == 1 and pool.branches[0].start == 0 and pool.ids.dtype == np.int32
 
 
 @pytest.mark.parametrize("bad, message", [

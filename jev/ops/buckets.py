@@ -90,11 +90,12 @@ class Bucket:
     def pack(self, pool: RowPool, last_rows: np.ndarray, out: np.ndarray) -> int:
         """Write the pool's metadata into ``out`` (int32 [>= size]); returns how many entries of it are in use."""
         counts = np.zeros(COUNTS, np.int32)
-        counts[[ROWS, TILES, CHUNKS, RUNS, LASTS]] = (pool.n_rows, len(pool.tiles), len(pool.chunk_rows), len(pool.runs),
-                                                      len(last_rows))
-        for name, section in self.sections.items():
+        for at, n in ((ROWS, pool.n_rows), (TILES, len(pool.tiles)), (CHUNKS, len(pool.chunk_rows)), (RUNS, len(pool.runs)),
+                      (LASTS, len(last_rows))):
+            counts[at] = n
+        for name, (at, _) in self.sections.items():
             x = counts if name == "counts" else last_rows if name == "last_rows" else getattr(pool, name)
-            out[section.at:section.at + x.size] = x.reshape(-1)
+            out[at:at + x.size] = x.reshape(-1)
         return self.sections["paths"].at + len(pool.paths)
 
 
@@ -112,4 +113,4 @@ def row_counts(max_rows: int) -> Iterator[int]:
 
 def choose(pool: RowPool, buckets: list[Bucket]) -> Bucket | None:
     """The first of ``buckets`` (narrow before wide, ascending) that holds the pool, or None."""
-    return next((b for b in buckets if b.holds(pool)), None)
+    return next((b for b in buckets if b.rows >= pool.n_rows and b.holds(pool)), None)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,6 +97,7 @@ class Buffers:
                                   + array_bytes(scratch, np.uint8) + array_bytes(entries, np.int32),
                                   f"activations of {max(b.rows for b in buckets)} rows")
         self.metadata = self.arena.take(entries, np.int32)
+        self.metadata_at = address(self.metadata)
         self.rope_table = self.arena.take(table.shape)
         self.states = self.arena.take(states, np.float32)
         self.scratch = self.arena.take(scratch, np.uint8)
@@ -108,6 +110,7 @@ class Buffers:
         for name in sizes:
             device.fill(self.at[name].view(np.int32), 0, stream)
         stream.synchronize()
+        self.rows_written = 0                 # behind them all rows that GEMMs read are zeros still, see ``CudaOps.clear``
 
     def bind(self, config: ModelConfig, bucket: Bucket) -> tuple[dict[str, Any], dict[str, Any]]:
         """(activations, metadata) of a bucket: views of this memory."""
@@ -146,14 +149,15 @@ class CudaOps:
         return CudaWeights.from_tensors(specs, tensors, progress).held
 
     def clear(self, rows: int) -> None:
-        """Zeros behind the first ``rows`` rows of what GEMMs read, where no kernel of a forward pass writes.
+        """Before a forward pass of so many rows: zeros behind them in what GEMMs read, where no kernel of it writes.
 
         They are multiplied like any other row. What longer prompts left there costs as much power as a live row, and
         power is what limits the clock (700 W on an H200, at 107 tokens already); zeros cost next to none.
         """
-        for start, row in self._read_by_gemms:
-            if rows < self.bucket.rows:
-                device.zero(start + rows * row, (self.bucket.rows - rows) * row, self.stream)
+        left = self.buffers.rows_written
+        for start, row in self._read_by_gemms if rows < left else ():
+            device.zero(start + rows * row, (min(left, self.bucket.rows) - rows) * row, self.stream)
+        self.buffers.rows_written = left if left > self.bucket.rows else rows
 
     def values(self, x) -> np.ndarray:
         """The live rows of an activation as a float64 copy on the host (for ``AuditOps``)."""
@@ -286,3 +290,8 @@ class CudaOps:
     def hidden(self):
         """Where a forward pass leaves the hidden states of the last rows: [lasts, hidden]."""
         return self.activations["last_x"]
+
+    @cached_property
+    def hidden_at(self) -> int:
+        """Its address."""
+        return address(self.hidden)

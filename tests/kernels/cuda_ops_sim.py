@@ -57,11 +57,17 @@ def pinned(shape, dtype=np.uint8) -> np.ndarray:
 
 
 def to_device(dst, host: np.ndarray, stream) -> None:
-    dst.reshape(-1)[:host.size] = host.reshape(-1)
+    if isinstance(dst, int):
+        ctypes.memmove(dst, host.ctypes.data, host.nbytes)
+    else:
+        dst.reshape(-1)[:host.size] = host.reshape(-1)
 
 
 def to_host(host: np.ndarray, src, stream) -> None:
-    host.reshape(-1)[:] = src.copy_to_host().reshape(-1)[:host.size]
+    if isinstance(src, int):
+        ctypes.memmove(host.ctypes.data, src, host.nbytes)
+    else:
+        host.reshape(-1)[:] = src.copy_to_host().reshape(-1)[:host.size]
 
 
 def fill(array, value: int, stream) -> None:
@@ -117,4 +123,5 @@ class Backbone(CudaBackbone):
                 piece.view(np.uint16)[:] = POISON
         self.host_metadata[:] = POISON << 16 | POISON
         self.host_hidden[:] = POISON
+        self.buffers.rows_written = self.max_rows
 

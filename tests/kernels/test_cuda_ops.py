@@ -87,6 +87,20 @@ def test_forward():
             assert len(beyond) and (beyond.view(np.uint16) == expected).all(), prefix + name
 
 
+def test_what_gemms_read_is_zero_behind_the_live_rows_whatever_came_before():
+    c = config(models.L, models.F, heads=1, value_heads=1)
+    buckets = [Bucket(rows) for rows in (16, 32, 64)]
+    made = cuda_ops_sim.Backbone(c, models.tensors(c), buckets, LENGTH)
+    rng = np.random.default_rng(0)
+    for rows in rng.integers(1, 65, 40):
+        bucket = next(b for b in buckets if b.rows >= rows)
+        made.ops(bucket).clear(int(rows))
+        for name in ("x", "act", "mixed/full_attention", "mixed/linear_attention"):
+            read = made.ops(bucket).activations[name]
+            assert not read[rows:].copy_to_host().any(), (name, rows)
+            read[:rows] = cuda_ops_sim.POISON
+
+
 def test_a_branch_starts_from_a_stored_state():
     """More than a chunk: the delta rule's runs, slots and states, with other buffers' garbage in them."""
     c = config(models.L, heads=1, value_heads=1)
