@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -42,13 +43,13 @@ class RowPool:
         return len(self.ids)
 
     @cached_property
-    def path_starts(self) -> np.ndarray:
+    def path_starts(self) -> list[int]:
         """Where each branch's path begins in ``paths``."""
-        return np.cumsum([0, *(len(b.path) for b in self.branches[:-1])], dtype=np.int32)
+        return list(accumulate((len(b.path) for b in self.branches[:-1]), initial=0))
 
     @cached_property
     def paths(self) -> np.ndarray:
-        return np.concatenate([b.path for b in self.branches])
+        return self.branches[0].path if len(self.branches) == 1 else np.concatenate([b.path for b in self.branches])
 
     @cached_property
     def tiles(self) -> np.ndarray:
@@ -57,8 +58,7 @@ class RowPool:
         for (path, start), at in zip(self.branches, self.path_starts):
             for first in range(start, len(path), TILE_ROWS):
                 tiles.append((path[first], min(TILE_ROWS, len(path) - first), first, at))
-        tiles = np.array(tiles, np.int32)
-        return tiles[np.argsort(-(tiles[:, 1] + tiles[:, 2]), kind="stable")]
+        return np.array(sorted(tiles, key=lambda tile: -tile[1] - tile[2]), np.int32)
 
 
 def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:

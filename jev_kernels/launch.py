@@ -23,6 +23,7 @@ if config.ENABLE_CUDASIM:
 
 _CTYPES = {types.int32: ctypes.c_int32, types.uint32: ctypes.c_uint32, types.int64: ctypes.c_int64,
            types.uint64: ctypes.c_uint64, types.float32: ctypes.c_float, types.float64: ctypes.c_double}
+KEPT_CONFIGURATIONS = 1024          # of launches, a kernel: every row bucket has its own
 
 
 def check(result: tuple):
@@ -59,21 +60,22 @@ def view(name: str, array, dtype, *shape: int | None) -> View:
     interface = getattr(array, "__array_interface__" if config.ENABLE_CUDASIM else "__cuda_array_interface__", None)
     if interface is None:
         raise ValueError(f"{name} must be a device array, not {type(array).__name__}")
-    if np.dtype(interface["typestr"]) != dtype:
+    if interface["typestr"] != dtype.str:
         raise ValueError(f"{name} must be {dtype}, not {np.dtype(interface['typestr'])}")
-    have = tuple(interface["shape"])
-    if len(have) != len(shape) or any(want is not None and want != n for want, n in zip(shape, have)):
+    have, size = tuple(interface["shape"]), dtype.itemsize
+    if len(have) != len(shape) or not all([want is None or want == n for want, n in zip(shape, have)]):
         expected = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"{name} must have shape [{expected}], not {list(have)}")
     strides = interface.get("strides")
     if strides is None:
-        strides = [dtype.itemsize]
+        strides = [size]
         for n in have[:0:-1]:
             strides.insert(0, strides[0] * n)
-    if any(s % dtype.itemsize for s in strides) or (have[-1] > 1 and strides[-1] != dtype.itemsize):
+    steps = tuple([s // size for s in strides])
+    if not all([step * size == s for step, s in zip(steps, strides)]) or (have[-1] > 1 and steps[-1] != 1):
         raise ValueError(f"{name} must be contiguous in its last dimension, not have strides {list(strides)} in bytes")
     at = register(array) if config.ENABLE_CUDASIM else interface["data"][0]
-    return View(at, have, tuple(s // dtype.itemsize for s in strides), array)
+    return View(at, have, steps, array)
 
 
 def aligned(*views: View, itemsize: int = 2) -> bool:
@@ -149,6 +151,9 @@ class Kernel:
         read = None if "<locals>" in name else cubin.origin(module)
         self.origin = read and (read, name)
         self._handle = None
+        arrays = any(isinstance(t, types.Array) for t in signature.args)
+        self._scalars = None if arrays else tuple(_CTYPES[t] for t in signature.args)    # nothing to unpack in a launch
+        self._configurations: dict[tuple, object] = {}
 
     @property
     def block_size(self) -> int:
@@ -207,29 +212,43 @@ class Kernel:
             return
         from cuda.bindings import driver
         handle = self.handle()
-        values, ctyp = [], []
-        for typ, value in zip(self.signature.args, args):
-            v, c = pack_argument(typ, value)
-            values += v
-            ctyp += c
-        launch = driver.CUlaunchConfig()
-        launch.gridDimX, launch.gridDimY, launch.gridDimZ = grid
-        launch.blockDimX, launch.blockDimY, launch.blockDimZ = self.threads
-        launch.sharedMemBytes = self.smem
-        launch.hStream = driver.CUstream(stream_address(stream))
-        attributes = []
-        if self.cluster > 1:
-            a = driver.CUlaunchAttribute()
-            a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            a.value.clusterDim.x, a.value.clusterDim.y, a.value.clusterDim.z = self.cluster, 1, 1
-            attributes.append(a)
-        if pdl:
-            a = driver.CUlaunchAttribute()
-            a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            a.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(a)
-        launch.attrs, launch.numAttrs = attributes, len(attributes)
-        check(driver.cuLaunchKernelEx(launch, handle, (tuple(values), tuple(ctyp)), 0))
+        if self._scalars is not None:
+            packed = args, self._scalars
+        else:
+            values, ctyp = [], []
+            for typ, value in zip(self.signature.args, args):
+                v, c = pack_argument(typ, value)
+                values += v
+                ctyp += c
+            packed = tuple(values), tuple(ctyp)
+        check(driver.cuLaunchKernelEx(self._configuration(grid, stream_address(stream), pdl), handle, packed, 0))
+
+    def _configuration(self, grid: tuple, stream: int, pdl: bool):
+        """A launch's CUlaunchConfig. Kept: layers launch alike, and making one takes as long as the launch."""
+        made = self._configurations.get((grid, stream, pdl))
+        if made is None:
+            from cuda.bindings import driver
+            made = driver.CUlaunchConfig()
+            made.gridDimX, made.gridDimY, made.gridDimZ = grid
+            made.blockDimX, made.blockDimY, made.blockDimZ = self.threads
+            made.sharedMemBytes = self.smem
+            made.hStream = driver.CUstream(stream)
+            attributes = []
+            if self.cluster > 1:
+                a = driver.CUlaunchAttribute()
+                a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+                a.value.clusterDim.x, a.value.clusterDim.y, a.value.clusterDim.z = self.cluster, 1, 1
+                attributes.append(a)
+            if pdl:
+                a = driver.CUlaunchAttribute()
+                a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                a.value.programmaticStreamSerializationAllowed = 1
+                attributes.append(a)
+            made.attrs, made.numAttrs = attributes, len(attributes)
+            if len(self._configurations) >= KEPT_CONFIGURATIONS:
+                self._configurations.clear()
+            self._configurations[grid, stream, pdl] = made
+        return made
 
 
 def stream_address(stream) -> int:

@@ -52,9 +52,9 @@ def test_one_sequence_takes_the_first_bucket_with_enough_rows(length):
 def test_many_short_branches_take_a_bucket_of_about_their_rows():
     prefix = np.arange(300)
     pool = row_pool.build([np.append(prefix, 1000 + i) for i in range(255)])
-    assert choose(pool, BUCKETS) == Bucket(576)
+    assert choose(pool, BUCKETS) == Bucket(560)
     pool = row_pool.build([np.append(prefix, 1000 + i) for i in range(300)])
-    assert choose(pool, BUCKETS) == Bucket(640, wide=True)
+    assert choose(pool, BUCKETS) == Bucket(608, wide=True)
     pool = row_pool.build([np.concatenate([np.arange(3000), [5000 + i] * 10]) for i in range(255)])
     assert choose(pool, BUCKETS) == Bucket(5632)
     longest = np.arange(4096)

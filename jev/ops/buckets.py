@@ -102,12 +102,12 @@ class Bucket:
 def row_counts(max_rows: int) -> Iterator[int]:
     """The row counts of buckets, up to the first that holds ``max_rows``.
 
-    Rows between the live ones and the bucket's are multiplied like any other: finer steps save that and cost graphs
-    (0.1 s of the start-up each, for the 27B).
+    Rows between the live ones and the bucket's are multiplied like any other: finer steps save that, 3 % of the time of
+    prompts of 512 to 2,400 tokens, and cost graphs (0.1 s of the start-up each, for the 27B).
     """
     rows = 0
     while rows < max_rows:
-        rows += 16 if rows < 512 else 64 if rows < 1024 else 128 if rows < 4096 else 512
+        rows += 16 if rows < 1024 else 64 if rows < 4096 else 512
         yield rows
 
 

@@ -88,7 +88,7 @@ def test_forward():
 
 
 def test_what_gemms_read_is_zero_behind_the_live_rows_whatever_came_before():
-    c = config(models.L, models.F, heads=1, value_heads=1)
+    c = config(models.L, models.F, heads=1, value_heads=2)
     buckets = [Bucket(rows) for rows in (16, 32, 64)]
     made = cuda_ops_sim.Backbone(c, models.tensors(c), buckets, LENGTH)
     rng = np.random.default_rng(0)
