@@ -257,6 +257,7 @@ class Gemm:
         self.cache = TuningCache(cache, f"{gpu.name} | driver {gpu.driver_version} | cuBLASLt {self.blas.version} | "
                                         f"gemm {VERSION}")
         self._trial: Trial | None = None
+        self._choices: dict[tuple, Choice] = {}
 
     def linear_plan(self, x, weight, y, rows: int):
         """A callable plan(stream, pdl=False) that computes y[:rows] = r(x[:rows] weight^T).
@@ -305,11 +306,14 @@ class Gemm:
 
     def choice(self, key: tuple, alignment: int = 256) -> Choice:
         """The algorithm for (m, n, k, ldx, ldw, ldy): remembered, or admitted and timed now. Raises NoAlgorithm."""
-        kept = self._remembered(key, alignment)
-        if kept is None:
-            kept = self._choose(key, alignment)
-            self.cache.save()
-        return kept
+        known = self._choices.get((key, alignment))            # every layer asks
+        if known is None:
+            known = self._remembered(key, alignment)
+            if known is None:
+                known = self._choose(key, alignment)
+                self.cache.save()
+            self._choices[key, alignment] = known
+        return known
 
     @staticmethod
     def _entry(key: tuple, alignment: int) -> tuple[str, str]:

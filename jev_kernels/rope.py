@@ -10,8 +10,8 @@ aligned. Table [max_length, 64] = 32 cosines | 32 sines. gate and v are left alo
 after the last live one (as far as the buffer has them) become zero. Attention tiles read keys past a sequence's end,
 and what only masked positions read must still be finite.
 
-A warp takes two heads, a lane eight neighbouring dims of each. Lanes 0-7 hold the rotated ones, so the partner of a dim is in lane
-xor 4. The sum of squares goes by lane, then by a xor tree: the bits of a head depend on nothing else.
+A warp takes two or four heads, a lane eight neighbouring dims of each. Lanes 0-7 hold the rotated ones, so the partner of a
+dim is in lane xor 4. The sum of squares goes by lane, then by a xor tree: the bits of a head depend on nothing else.
 
 Source: ``Qwen3_5Attention``, ``apply_rotary_pos_emb`` and ``Qwen3_5TextRotaryEmbedding`` of Transformers.
 """
@@ -29,8 +29,10 @@ from jev_kernels.rms_norm import INF, MAX_ROWS, SHRINK, add_shrunk_squares, add_
 
 HEAD_DIM = 256                   # a warp of eight values a lane
 ROTARY_DIM = 64
-HEADS_A_WARP = 2                 # all loaded before the first is finished: bytes in flight
-WARPS = 2                        # a row of 28 or 20 heads divides into whole blocks
+# (heads a warp, warps of a block): all of a warp's heads are loaded before the first is finished. Few rows: for latency. Many:
+# bytes in flight, and one block a row (28 heads of the 27B, 20 of the 9B).
+FEW_ROWS = 512
+FEW, MANY = (2, 2), (4, 7)
 SIGN = 0x80008000                # of both values of a pair
 
 
@@ -43,10 +45,10 @@ def rotated_pair(x, other, cos, sin):
 
 
 @cubin.factory
-def qk_rope_kernel() -> Kernel:
+def qk_rope_kernel(heads_a_warp: int, warps: int) -> Kernel:
     """Blocks (heads, rows). Parameters: qkv, row stride; q_norm, k_norm; table; positions; live count; heads; eps."""
     _, load8_once, store8 = bf16.access(True)
-    words = 4 * HEADS_A_WARP
+    words = 4 * heads_a_warp
 
     @ptx.device_function
     def finished(x0, x1, x2, x3, w, cos, sin, eps, lane):
@@ -70,10 +72,10 @@ def qk_rope_kernel() -> Kernel:
     def qk_rope_kernel(x_at, x_ld, q_weight, k_weight, table, positions, count, q_heads, k_heads, eps):
         thread = i32(cuda.threadIdx.x)
         lane = i32(thread & 31)
-        warp = i32(i32(cuda.blockIdx.x) * i32(WARPS) + (thread >> 5))
+        warp = i32(i32(cuda.blockIdx.x) * i32(warps) + (thread >> 5))
         row = i32(cuda.blockIdx.y)
         heads = i32(q_heads + k_heads)
-        first = i32(warp * i32(HEADS_A_WARP))
+        first = i32(warp * i32(heads_a_warp))
         n = ptx.ldg_i32(count)
         if row >= n + i32(TILE_ROWS) or (row < n and first >= heads):
             return
@@ -84,12 +86,12 @@ def qk_rope_kernel() -> Kernel:
             head = warp
             while head < 2 * k_heads:
                 store8(row_at + u64((2 * q_heads + head) * i32(HEAD_DIM * 2)), (u32(0), u32(0), u32(0), u32(0)), 8)
-                head = i32(head + i32(cuda.gridDim.x) * i32(WARPS))
+                head = i32(head + i32(cuda.gridDim.x) * i32(warps))
             return
         position = ptx.ldg_i32(positions + u64(row * 4))
         x = cuda.local.array(words, u32)
         ptx.pdl_wait()
-        for i in range(HEADS_A_WARP):
+        for i in range(heads_a_warp):
             head = i32(min(first + i32(i), heads - 1))
             v = load8_once(row_at + u64(i32(head if head < q_heads else head + q_heads) * i32(HEAD_DIM * 2)), 8)
             x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3] = v[0], v[1], v[2], v[3]
@@ -97,14 +99,14 @@ def qk_rope_kernel() -> Kernel:
         angle = table + u64(position * i32(ROTARY_DIM * 2) + lane % 4 * 16)
         cos = ptx.ldc_u32x4(angle)
         sin = ptx.ldc_u32x4(angle + u64(ROTARY_DIM))
-        for i in range(HEADS_A_WARP):
+        for i in range(heads_a_warp):
             head = i32(first + i32(i))
             if head < heads:
                 w = ptx.ldc_u32x4((q_weight if head < q_heads else k_weight) + u64(lane * 16))
                 store8(row_at + u64(i32(head if head < q_heads else head + q_heads) * i32(HEAD_DIM * 2)),
                        finished(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3], w, cos, sin, eps, lane), 8)
 
-    return Kernel(qk_rope_kernel, types.void(u64, i32, u64, u64, u64, u64, u64, i32, i32, f32), WARPS * 32)
+    return Kernel(qk_rope_kernel, types.void(u64, i32, u64, u64, u64, u64, u64, i32, i32, f32), warps * 32)
 
 
 def qk_rope(stream, qkv, q_weight, k_weight, table, positions, counts, q_heads: int, k_heads: int, eps: float,
@@ -131,11 +133,13 @@ def qk_rope(stream, qkv, q_weight, k_weight, table, positions, counts, q_heads: 
     if capacity > MAX_ROWS:
         raise ValueError(f"qkv must have at most {MAX_ROWS} rows, not {capacity}")
     if capacity:
-        blocks = -(-(q_heads + k_heads) // (HEADS_A_WARP * WARPS))
-        qk_rope_kernel()(stream, (blocks, capacity), x.address, x.strides[0], q_weight.address, k_weight.address,
+        heads, warps = FEW if capacity <= FEW_ROWS else MANY
+        blocks = -(-(q_heads + k_heads) // (heads * warps))
+        qk_rope_kernel(heads, warps)(stream, (blocks, capacity), x.address, x.strides[0], q_weight.address, k_weight.address,
                          table.address, positions.address, live(counts, ROWS), q_heads, k_heads, eps, pdl=pdl)
 
 
 def kernels() -> dict:
-    """The kernel with its budget: {name: (Kernel, compute capabilities, registers, spill bytes)}."""
-    return {"qk_rope": (qk_rope_kernel(), ((8, 0), (9, 0, "a")), 48, 0)}
+    """The kernels with their budgets: {name: (Kernel, compute capabilities, registers, spill bytes)}."""
+    everywhere = ((8, 0), (9, 0, "a"))
+    return {"qk_rope": (qk_rope_kernel(*FEW), everywhere, 48, 0), "qk_rope_many": (qk_rope_kernel(*MANY), everywhere, 64, 0)}

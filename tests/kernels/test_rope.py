@@ -9,7 +9,9 @@ from tests.kernels import checks
 
 
 @pytest.mark.parametrize("q_heads, k_heads, where", [(3, 1, {}), (2, 2, {"ld": 2056}), (6, 1, {})])
-def test_qk_rope(q_heads, k_heads, where):
+@pytest.mark.parametrize("few_rows", [rope.FEW_ROWS, 0])
+def test_qk_rope(monkeypatch, few_rows, q_heads, k_heads, where):
+    monkeypatch.setattr(rope, "FEW_ROWS", few_rows)
     checks.check_qk_rope(np.random.default_rng(0), 3, q_heads, k_heads, **where)
 
 
