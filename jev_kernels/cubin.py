@@ -3,13 +3,14 @@
 ``factory`` decorates the functions that make kernels. What identifies a kernel's code is then: the factory and its
 arguments, the source of the factory's module and of every module here that it imports, the signature and
 launch bounds, the compute capability, the versions of Python, Numba and NVIDIA's compiler, and Numba's settings in the
-environment. Any change of these is another file; old ones are never read again. Sources are read when their module is
+environment. Any change of these is another file, and the newest KEPT_FILES stay. Sources are read when their module is
 imported, so that one edited later does not give its name to what runs. A file holds the SHA-256 of the code in front of the
 code: a damaged one is compiled anew. A folder that cannot be written costs only the time.
 """
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from jev_kernels import disk
 
 DIGEST = hashlib.sha256().digest_size
+KEPT_FILES = 1024                  # some fifteen versions of every kernel, 50 MB
 ENABLED = True                     # False: every kernel is compiled anew (for code that replaces parts of kernels)
 
 
@@ -178,3 +180,8 @@ def _write(path: Path, made: bytes) -> None:
         disk.write(path, hashlib.sha256(made).digest() + made)
     except OSError as e:
         warnings.warn(f"{path.parent}: compiled kernels cannot be kept ({e})", stacklevel=4)
+        return
+    with contextlib.suppress(OSError):        # another process may be at it
+        oldest_first = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
+        for old in oldest_first[:-KEPT_FILES]:
+            old.unlink()

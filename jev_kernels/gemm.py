@@ -251,7 +251,6 @@ class Gemm:
     def __init__(self, gpu: device.Device, cache=None, tune: bool = True):
         self.gpu, self.tune = gpu, tune
         self.blas = CublasLt()
-        self.maps = hopper_gemm.TensorMaps()
         self.stream = device.Stream()
         self._scratch: hopper_gemm_wide.Scratch | None = None
         self.cache = TuningCache(cache, f"{gpu.name} | driver {gpu.driver_version} | cuBLASLt {self.blas.version} | "
@@ -274,11 +273,11 @@ class Gemm:
     def bind(self, algorithm: str, x, weight, y, rows: int):
         """A plan for a given algorithm; see ``linear_plan``, which also checks its bits."""
         if algorithm == OWN:
-            return hopper_gemm.Plan(x, weight, y, rows, self.maps, self.gpu.multiprocessors)
+            return hopper_gemm.Plan(x, weight, y, rows, self.gpu.multiprocessors)
         if algorithm == WIDE:
             if self._scratch is None:
                 self._scratch = hopper_gemm_wide.Scratch(self.stream)
-            return hopper_gemm_wide.Plan(x, weight, y, rows, self.maps, self._scratch, self.gpu.multiprocessors)
+            return hopper_gemm_wide.Plan(x, weight, y, rows, self._scratch, self.gpu.multiprocessors)
         return BlasPlan(self.blas, Algorithm.parse(algorithm), x, weight, y, rows)
 
     def prepare(self, shapes: Iterable[tuple[int, int]], rows: Sequence[int]) -> int:

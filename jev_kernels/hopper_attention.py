@@ -468,10 +468,10 @@ class HopperPlan:
         self.kernel = make_kernel(x.heads, x.kv_heads, cluster, x.gate is not None)
 
         def rows_map(v: View, heads: int, rows: int) -> bytes:
-            return hw.encode_map(v.address, (D, x.heads, v.shape[0]), (D * 2, v.strides[0] * 2), (64, heads, rows))
+            return hw.encode(v.address, (D, x.heads, v.shape[0]), (D * 2, v.strides[0] * 2), (64, heads, rows))
 
         def keys_map(v: View) -> bytes:
-            return hw.encode_map(v.address, (v.shape[1], v.shape[0]), (v.strides[0] * 2,), (64, BN // cluster))
+            return hw.encode(v.address, (v.shape[1], v.shape[0]), (v.strides[0] * 2,), (64, BN // cluster))
 
         gate = x.gate or x.q
         maps = hw.place(b"".join((

@@ -43,7 +43,7 @@ def copy_out(whether, source, to):
         stg_u32x4(to, _shared_bytes(source, 16).view(np.uint32))
 
 
-def encode_map(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
+def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
     """A made-up descriptor: address, number of dimensions, dims, strides, box."""
     fields = np.zeros(16, np.int64)
     fields[:2] = pointer, len(dims)

@@ -15,18 +15,15 @@ Source: PTX ISA 9.7.15 (wgmma, its fragments and shared-memory descriptors); Fla
 """
 from __future__ import annotations
 
-import ctypes
 import math
 
-import numpy as np
 from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from jev_kernels import device
-from jev_kernels.launch import address, check
 from jev_kernels.ptx_device import (LL, f32, i32, prefetch_tensormap, ptx, tma_load, tma_multicast, u64,  # noqa: F401
                                     void)
+from jev_kernels.tensor_maps import encode, place  # noqa: F401
 
 D = 256                     # head dim
 SLABS = D // 64             # a 128B-swizzled shared tile is a row of slabs [rows][64 columns = 128 bytes]
@@ -55,39 +52,6 @@ copy_out = ptx("copy_out", void, (i32, i32, u64),    # (whether, from, to): 16 b
                " @p st.global.v4.b32 [$2], {a, b, c, d}; }", "r,r,l")
 clear16 = ptx("clear16", void, (i32,), "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }", "r")
 opaque = ptx("opaque", i32, (i32,), "mov.b32 $0, $1;", "=r,r")        # a value that the compiler cannot know
-
-
-def encode_map(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
-    """The 128 bytes of a TMA descriptor of a BF16 array: dims from the fastest, strides in bytes of all but that one,
-    128B swizzle. What lies outside reads as zeros. ctypes, as the driver demands a 64-byte aligned output buffer."""
-    raw = ctypes.create_string_buffer(192)
-    at = (ctypes.addressof(raw) + 63) & ~63
-    wide, narrow, n = ctypes.c_uint64, ctypes.c_uint32, len(dims)
-    bf16, swizzle_128b, l2_256b = 9, 3, 3
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), bf16, n, ctypes.c_void_p(pointer), (wide * n)(*dims), (wide * (n - 1))(*strides),
-        (narrow * n)(*box), (narrow * n)(*[1] * n), 0, swizzle_128b, l2_256b, 0)
-    if error:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: error {error}")
-    return ctypes.string_at(at, 128)
-
-
-_placed: dict[bytes, int] = {}        # tensor maps, one behind the other: where they are in device memory
-_arenas: list[device.Arena] = []
-
-
-def place(maps: bytes) -> int:
-    """Device address of some tensor maps. They are written once and stay for good: graphs hold on to addresses, and a
-    map that took the place of another might be served from the GPU's cache of descriptors as the old one."""
-    if maps not in _placed:
-        if not _arenas or _arenas[-1].used + device.padded(len(maps)) > _arenas[-1].nbytes:
-            _arenas.append(device.Arena(1 << 16, "tensor maps"))
-        target, raw = _arenas[-1].take(len(maps), np.uint8), np.frombuffer(maps, np.uint8)
-        from cuda.bindings import driver
-        check(driver.cuMemcpyHtoD(address(target), raw.ctypes.data, raw.nbytes))
-        check(driver.cuStreamSynchronize(0))         # the copy is in order with the default stream only
-        _placed[maps] = address(target)
-    return _placed[maps]
 
 
 # ---------------------------------------------------------------- register tiles

@@ -29,17 +29,15 @@ Source: PTX ISA (wgmma, cp.async.bulk.tensor, mbarrier), CUDA driver API (tensor
 """
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
-import numpy as np
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from jev_kernels import cubin, device
-from jev_kernels.launch import Kernel, address, check
+from jev_kernels import cubin, tensor_maps
+from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, f32, fence_async, i32, mbar_arrive_at,
                              mbar_expect, mbar_fence, mbar_init, mbar_wait, named_sync, pdl_launch, pdl_wait,
                              smem_addr, sts2, tma_load, tma_multicast, u64)
@@ -344,68 +342,7 @@ def kernel(config: Config) -> Kernel:
     return Kernel(hopper_gemm, SIGNATURE, threads=config.threads, smem=config.smem, cluster=CL)
 
 
-# ---------------------------------------------------------------- tensor maps
-def map_dimensions(rows: int, cols: int, stride: int, box_rows: int) -> tuple:
-    """(global dims, global strides in bytes, box) of a BF16 matrix for TMA, innermost first; ValueError if TMA cannot.
-
-    stride: elements between rows. The box is box_rows x 64 columns = 128 bytes a row, one line of the swizzle.
-    """
-    if not 0 < box_rows <= 256 or box_rows % 8:
-        raise ValueError(f"a box has 8 to 256 rows, a multiple of 8: not {box_rows}")
-    if stride < cols or stride % 8:
-        raise ValueError(f"rows must be a multiple of 16 bytes apart and not overlap: stride {stride}, {cols} columns")
-    return (cols, rows), (stride * 2,), (64, box_rows)
-
-
-def tensor_map(pointer: int, rows: int, cols: int, stride: int, box_rows: int) -> bytes:
-    """The 128 bytes of a TMA descriptor of a BF16 matrix [rows, cols]. Rows past the end are read as zeros.
-
-    ctypes rather than cuda.bindings, because the driver demands a 64-byte aligned output buffer.
-    """
-    dims, strides, box = map_dimensions(rows, cols, stride, box_rows)
-    if pointer % 16:
-        raise ValueError("TMA reads from addresses that are multiples of 16")
-    raw = ctypes.create_string_buffer(192)
-    at = (ctypes.addressof(raw) + 63) & ~63
-    wide, narrow = ctypes.c_uint64, ctypes.c_uint32
-    bf16, swizzle_128b, l2_256b = 9, 3, 3
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(at), bf16, 2, ctypes.c_void_p(pointer), (wide * 2)(*dims), (wide * 1)(*strides),
-        (narrow * 2)(*box), (narrow * 2)(1, 1), 0, swizzle_128b, l2_256b, 0)
-    if error:
-        raise RuntimeError(f"cuTensorMapEncodeTiled: error {error}")
-    return ctypes.string_at(at, 128)
-
-
-class TensorMaps:
-    """Tensor maps in device memory, made once each. They must outlive every launch and graph that uses them (a map that
-    was freed and overwritten shows up as "an illegal instruction was encountered"), so a Plan holds on to them. Their
-    memory is never given back: a multiprocessor caches descriptors by address, and another map at the same address might
-    be taken for the old one."""
-
-    BLOCK = 512                                   # maps of one allocation, 64 KiB
-    _kept: list[device.Arena] = []                # of every instance, for the life of the process
-
-    def __init__(self):
-        self._found: dict[tuple, int] = {}
-        self._block: device.Arena | None = None
-
-    def get(self, pointer: int, rows: int, cols: int, stride: int, box_rows: int) -> int:
-        """Device address of the map; see ``tensor_map``."""
-        key = (pointer, rows, cols, stride, box_rows)
-        if key not in self._found:
-            from cuda.bindings import driver
-            raw = np.frombuffer(tensor_map(*key), np.uint8)
-            if len(self._found) % self.BLOCK == 0:
-                self._block = device.Arena(self.BLOCK * 128, "tensor maps")
-                self._kept.append(self._block)
-            at = self._block.pointer + len(self._found) % self.BLOCK * 128
-            check(driver.cuMemcpyHtoD(at, raw.ctypes.data, 128))
-            check(driver.cuStreamSynchronize(0))     # the copy may still be on its way from the driver's own buffer
-            self._found[key] = at
-        return self._found[key]
-
-
+# ---------------------------------------------------------------- host
 class Plan:
     """y[:rows] = r(x[:rows] W^T) bound to its arrays. ``plan(stream, pdl=True)`` launches it.
 
@@ -414,7 +351,7 @@ class Plan:
 
     name = "hopper"
 
-    def __init__(self, x, weight, y, rows: int, maps: TensorMaps, multiprocessors: int = 132):
+    def __init__(self, x, weight, y, rows: int, multiprocessors: int = 132):
         (n, k) = weight.shape
         ldx, ldy = x.strides[0] // 2, y.strides[0] // 2
         reason = refusal(rows, n, k, multiprocessors=multiprocessors)
@@ -424,10 +361,10 @@ class Plan:
         self.kernel = kernel(config)
         self.grid = config.grid(n)
         x_rows = config.x_rows(rows)
-        self.arguments = (maps.get(address(x), rows, k, ldx, x_rows),
-                          maps.get(address(weight), n, k, weight.strides[0] // 2, config.w_box),
+        self.arguments = (tensor_maps.matrix(address(x), rows, k, ldx, x_rows),
+                          tensor_maps.matrix(address(weight), n, k, weight.strides[0] // 2, config.w_box),
                           address(y), rows, n, k, x_rows, ldy)
-        self._keep = (x, weight, y, maps)
+        self._keep = (x, weight, y)
 
     def __call__(self, stream, pdl: bool = False) -> None:
         self.kernel(stream, self.grid, *self.arguments, pdl=pdl)

@@ -38,8 +38,8 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from jev_kernels import cubin, device
-from jev_kernels.hopper_gemm import F32, I32, I64, SMEM_LIMIT, TensorMaps, make_wgmma
+from jev_kernels import cubin, device, tensor_maps
+from jev_kernels.hopper_gemm import F32, I32, I64, SMEM_LIMIT, make_wgmma
 from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, fewer_registers, i32, mbar_arrive_at,
                              mbar_expect, mbar_fence, mbar_init, mbar_wait, more_registers, pdl_launch, pdl_wait, ptx,
@@ -383,8 +383,7 @@ class Plan:
 
     name = "own:wide"
 
-    def __init__(self, x, weight, y, rows: int, maps: TensorMaps, scratch: Scratch,
-                 multiprocessors: int = 132):
+    def __init__(self, x, weight, y, rows: int, scratch: Scratch, multiprocessors: int = 132):
         (n, k) = weight.shape
         reason = refusal(rows, n, k, multiprocessors=multiprocessors)
         if reason:
@@ -394,12 +393,12 @@ class Plan:
         self.grid = config.grid(rows, n, multiprocessors)
         whole = min(CHUNK, config.tokens)
         ldy = y.strides[0] // 2
-        self.arguments = (maps.get(address(x), rows, k, x.strides[0] // 2, config.tokens // 2),
-                          maps.get(address(weight), n, k, weight.strides[0] // 2, WEIGHTS),
-                          maps.get(address(y), rows, n, ldy, whole),
-                          maps.get(address(y), rows, n, ldy, config.tokens % CHUNK or whole),
+        self.arguments = (tensor_maps.matrix(address(x), rows, k, x.strides[0] // 2, config.tokens // 2),
+                          tensor_maps.matrix(address(weight), n, k, weight.strides[0] // 2, WEIGHTS),
+                          tensor_maps.matrix(address(y), rows, n, ldy, whole),
+                          tensor_maps.matrix(address(y), rows, n, ldy, config.tokens % CHUNK or whole),
                           rows, n, k, address(scratch.sums), address(scratch.flags))
-        self._keep = (x, weight, y, maps, scratch)
+        self._keep = (x, weight, y, scratch)
 
     def __call__(self, stream, pdl: bool = False) -> None:
         self.kernel(stream, self.grid, *self.arguments, pdl=pdl)

@@ -63,6 +63,19 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path, monkeypatch):
         assert cubin.code(silu.silu_mul_kernel(True), HOPPER).startswith(b"\x7fELF")
 
 
+def test_the_newest_files_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cubin, "KEPT_FILES", 3)
+    folder = tmp_path / "jev" / "kernels"
+    folder.mkdir(parents=True)
+    for age in range(5):
+        (folder / f"old-{age}").write_bytes(b"")
+        os.utime(folder / f"old-{age}", (1e9 - age, 1e9 - age))
+    cubin.code(silu.silu_mul_kernel(True), HOPPER)
+    names = {file.name for file in folder.iterdir()}
+    assert len(names) == 3 and {"old-0", "old-1"} < names
+
+
 def test_whatever_decides_the_code_decides_its_name(monkeypatch):
     kernel = silu.silu_mul_kernel(True)
     names = {cubin.identity(kernel, HOPPER), cubin.identity(kernel, (8, 0)),

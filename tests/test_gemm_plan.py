@@ -15,7 +15,7 @@ from numba.cuda.core import config
 if config.ENABLE_CUDASIM:
     pytest.skip("tensor maps and wgmma are not simulated", allow_module_level=True)
 
-from jev_kernels import device, gemm, hopper_gemm, hopper_gemm_wide    # noqa: E402
+from jev_kernels import device, gemm, hopper_gemm, hopper_gemm_wide, tensor_maps  # noqa: E402
 from jev_kernels.cublaslt import Algorithm, layout                      # noqa: E402
 
 SHAPES = [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408),              # 27B
@@ -101,11 +101,11 @@ def test_wide_ranges_do_every_step_once_and_never_wait(tiles, steps, clusters):
 
 
 def test_tensor_map_dimensions():
-    assert hopper_gemm.map_dimensions(107, 5120, 5120, 56) == ((5120, 107), (10240,), (64, 56))
-    assert hopper_gemm.map_dimensions(107, 5120, 16480, 256)[1] == (32960,)                   # a slice of wider rows
+    assert tensor_maps.matrix_dimensions(107, 5120, 5120, 56) == ((5120, 107), (10240,), (64, 56))
+    assert tensor_maps.matrix_dimensions(107, 5120, 16480, 256)[1] == (32960,)                   # a slice of wider rows
     for rows, cols, stride, box in ((8, 64, 64, 12), (8, 64, 64, 264), (8, 64, 64, 0), (8, 64, 56, 8), (8, 64, 68, 8)):
         with pytest.raises(ValueError):
-            hopper_gemm.map_dimensions(rows, cols, stride, box)
+            tensor_maps.matrix_dimensions(rows, cols, stride, box)
 
 
 # ---------------------------------------------------------------- budgets
