@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jev import server as server_module
 from jev.app import MAX_BODY_BYTES
 from jev.server import Server, _connection_limit, bind
 from tests.fakes import FakeBackbone, Worker, body, choice, demo_export, eventually, post, request, serving
@@ -181,6 +182,57 @@ def application(app, drain_seconds=20):
         server.stop()
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_the_thread_that_reads_a_request_serves_it(monkeypatch):
+    readers, servants = [], []
+    received = server_module._Channel.received
+
+    def noted(channel, data):
+        readers.append(threading.get_ident())
+        return received(channel, data)
+
+    def app(environ, start_response):
+        servants.append(threading.get_ident())
+        start_response("200 OK", [("Content-Length", "0")])
+        return [b""]
+
+    monkeypatch.setattr(server_module._Channel, "received", noted)
+    with application(app) as (server, returned):
+        for _ in range(30):
+            eventually(lambda: server._threads.active_count == 1)       # all but the one that leads are idle
+            assert read_all(raw(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert returned == [True] and readers == servants and len(set(readers)) > 1
+
+
+def test_requests_are_read_and_wait_while_every_thread_is_busy():
+    """More requests than threads: the loop is turned on, and the first thread that is free takes the next."""
+    release, inside = threading.Event(), threading.Semaphore(0)
+
+    def app(environ, start_response):
+        inside.release()
+        release.wait(20)
+        start_response("200 OK", [("Content-Length", "0")])
+        return [b""]
+
+    with application(app) as (server, returned):
+        threads = len(server._threads.threads)
+        sockets = [raw(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n") for _ in range(threads + 5)]
+        for _ in range(threads - 1):                    # one leads
+            assert inside.acquire(timeout=10)
+        eventually(lambda: sum(bool(c.requests) for c in list(server._waitress.active_channels.values())) == threads + 5)
+        release.set()
+        assert all(read_all(sock).startswith(b"HTTP/1.1 200") for sock in sockets)
+    assert returned == [True]
+
+
+def test_an_event_loop_that_fails_ends_the_server_with_its_error():
+    sock = bind("127.0.0.1", 0)
+    server = Server(large_answer, SimpleNamespace(pending=0, drain=lambda: None),
+                    SimpleNamespace(queue=2, drain_seconds=1), sock)
+    server._threads._turn = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        server.run()
 
 
 def large_answer(environ, start_response):

@@ -117,6 +117,16 @@ def keyed(problem, table):
     return tuple(x[at] for x in table)
 
 
+def same_bits(out, expected, what):
+    """Fails with where [positions, heads, 128] differ, and by how much: what a fault of the hardware or a race looks like."""
+    different = (out != expected).nonzero().cpu()
+    if len(different):
+        positions, heads, columns = (sorted(set(x.tolist())) for x in different.T)
+        most = (out.float() - expected.float()).abs().max().item()
+        pytest.fail(f"{what}: {len(different)} elements differ by up to {most:.3g} (the largest is {expected.abs().max().item():.3g}), "
+                    f"at {len(positions)} of {len(out)} positions from {positions[:6]}, heads {heads}, columns {columns[:6]} ...")
+
+
 def test_bits_depend_on_the_prefix_alone(hopper):
     """Alone, in random groups, in random order: every row of every sequence has the same bits."""
     rng = np.random.default_rng(1)
@@ -137,7 +147,7 @@ def test_bits_depend_on_the_prefix_alone(hopper):
         for at in range(0, min(len(pool), size * 4), size):
             group = order[at:at + size]
             for i, out in zip(group, run([pool[i] for i in group])):
-                assert torch.equal(out, alone[i]), f"sequence {i} in a group of {len(group)}"
+                same_bits(out, alone[i], f"sequence {i} in a group of {len(group)}")
 
 
 def test_layers_in_a_graph(hopper):
