@@ -2,8 +2,8 @@
 
 urllib3 supplies the connections: name resolution, TLS, telling a dropped one from a good one. Its pools and its requests
 are left aside: they normalise the target, and their time-outs are per read, so that a worker sending one byte a second
-would never be late. Here a socket carries one deadline for the whole exchange, and a request's head is written as a line
-for each header, which is all that is left to do and takes a fifth of the time.
+would never be late. Here a socket carries one deadline for the whole exchange, and a request's head is a line for each
+header.
 
 Nothing is sent twice. `exchange` separates the two ways in which a request fails: `Unreachable` means that no byte
 of it left this process, and only then may another worker have it; after the first byte the failure is final,
