@@ -150,6 +150,18 @@ def test_bits_depend_on_the_prefix_alone(hopper):
                 same_bits(out, alone[i], f"sequence {i} in a group of {len(group)}")
 
 
+@pytest.mark.parametrize("live", [1, 17, 40, 63])
+def test_what_follows_in_a_chunk_changes_no_bit(hopper, live):
+    """Later rows of a chunk meet coefficients that are zero. They may be 30 million times as large: no sum may notice."""
+    tokens, = sequences(64)
+    q, k, v, g, beta = Problem([tokens], hopper=hopper).data
+    v = torch.cat([v[:live] * 1e-4, v[live:] * 3e3])
+    data = (q, k, v, g, beta)
+    alone = Problem([tokens[:live]], data=tuple(x[:live].contiguous() for x in data), hopper=hopper).run()
+    followed = Problem([tokens], data=data, hopper=hopper).run()
+    same_bits(followed[:live], alone, f"{live} rows before large ones")
+
+
 def test_layers_in_a_graph(hopper):
     """48 calls back to back under dependent launch, replayed, on six sets of inputs, with shared scratch and states."""
     layers = [Problem(TREES["three levels"] if n % 2 else TREES["questions"], hopper=hopper, seed=n) for n in range(6)]
