@@ -156,10 +156,14 @@ class _Threads(ThreadedTaskDispatcher):
             self._open = True
             self.queue_cv.notify()
 
+    def rest(self) -> None:
+        """Let no thread turn the loop once more, but for the turn that is under way. For signal handlers too: no lock."""
+        self._open = False
+
     def end(self, wake: Callable[[], None]) -> None:
         """Let no thread turn the loop any more; returns when none does. wake: ends a ``turn`` that waits."""
+        self.rest()
         with self.lock:
-            self._open = False
             while self._leader is not None:
                 wake()
                 self._left.wait(ROUND_SECONDS)
@@ -211,7 +215,7 @@ class _Threads(ThreadedTaskDispatcher):
                         break
                 self._turn()
         except BaseException as error:                  # whatever it is, the server must not go on deaf
-            self._open = False
+            self.rest()
             self._failed(error)
         finally:
             with self.lock:
@@ -288,6 +292,7 @@ class Server:
         """Begin to drain; a second call gives up on what is still running. For any thread and for signal handlers."""
         self._abandon = self._stopping
         self._stopping = True
+        self._threads.rest()                    # what arrives from now on finds the engine draining
         self._reasons.put(None)
 
     def run(self) -> bool:
