@@ -234,7 +234,8 @@ class Worker:
         self.host = parts.hostname or ""
         default = 443 if parts.scheme == "https" else 80
         self.port = parts.port or default
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        # As others know it: without the dot that ends a full name, and without a zone, which is this machine's own.
+        host = f"[{self.host.partition('%')[0]}]" if ":" in self.host else self.host.rstrip(".")
         self._host_header = host if self.port == default else f"{host}:{self.port}"
         self.outstanding = 0
         self.healthy = True

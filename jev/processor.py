@@ -32,8 +32,9 @@ BATCH_CHARACTERS = 1 << 18
 # So little text is tokenized sooner by this thread than other threads wake up for it.
 FEW_CHARACTERS = 1000
 _BEFORE_SPACE = re.compile("(?<=[!-~])(?= )")
-REMEMBERED_WORDS = 1 << 16            # some 20 MB
-REMEMBERED_CHARACTERS = 64            # of a word; longer ones are rarely seen twice
+REMEMBERED_WORDS = 1 << 16            # some 20 MB, 70 with the costliest text
+# Longer words are rarely seen twice; rare characters take up to four tokens each.
+REMEMBERED_CHARACTERS, REMEMBERED_IDS = 64, 16
 # Tokens of all prompts of one request: 256 MiB of ids. 4,096 candidates may have 16,384 tokens each, all 65,536 may
 # have 1,024; and a small body that names far more, by many candidates over a long state, cannot take all memory.
 MAX_TOKENS = 64 << 20
@@ -246,7 +247,8 @@ class Processor:
                               for text, parts in cut.items()}
 
     def _remember(self, encoded: dict[str, list[int]]) -> None:
-        short = {word: ids for word, ids in encoded.items() if len(word) <= REMEMBERED_CHARACTERS}
+        short = {word: ids for word, ids in encoded.items()
+                 if len(word) <= REMEMBERED_CHARACTERS and len(ids) <= REMEMBERED_IDS}
         if len(self._remembered) + len(short) > REMEMBERED_WORDS:
             self._remembered = {}
         if len(short) <= REMEMBERED_WORDS:

@@ -126,7 +126,8 @@ class _Channel(HTTPChannel):
         """Not while a thread of ours is sending: it sees to what is left itself. The loop could only spin meanwhile, and
         keep that thread from the interpreter lock, milliseconds long."""
         if not self.outbuf_lock.acquire(False):
-            return False
+            # With so much left the sender waits for the loop, which it wakes while it still holds the lock.
+            return self.total_outbufs_len > self.adj.outbuf_high_watermark
         self.outbuf_lock.release()
         return super().writable()
 

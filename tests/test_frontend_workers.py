@@ -19,7 +19,7 @@ import pytest
 
 from jev import cli, frontend_pool
 from jev.frontend import GatewaySettings
-from jev.frontend_http import ExchangeFailed
+from jev.frontend_http import ExchangeFailed, Worker
 from jev.settings import SettingsError
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
@@ -350,3 +350,11 @@ def test_a_port_that_is_taken():
         done = subprocess.run(COMMAND, cwd=ROOT, capture_output=True, text=True, timeout=20,
                               env={**os.environ, "OMNI_JEV_BIND": f"127.0.0.1:{sock.getsockname()[1]}"})
     assert done.returncode == 1 and "cannot listen" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("url, host", [
+    ("http://worker", "worker"), ("http://worker:80", "worker"), ("https://worker:443/p", "worker"),
+    ("https://Worker:8000", "worker:8000"), ("http://worker.example.:8000", "worker.example:8000"),
+    ("http://[::1]:9", "[::1]:9"), ("http://[fe80::1%25eth0]", "[fe80::1]")])
+def test_the_name_by_which_a_worker_is_called(url, host):
+    assert Worker(url)._host_header == host

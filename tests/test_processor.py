@@ -175,6 +175,13 @@ def test_a_state_is_tokenized_word_by_word_and_once(processor, monkeypatch):
     assert len(sent) == 1 and "x" * 100 in sent[0], "only what is too long to be remembered"
 
 
+def test_words_of_many_tokens_are_not_remembered(processor, monkeypatch):
+    monkeypatch.setattr(processor, "_remembered", {})
+    rare = [chr(0x1F900 + i) * 60 for i in range(50)]
+    processor._encode_texts([" ".join(["plain words", *rare])])
+    assert all(len(ids) <= 16 for ids in processor._remembered.values()) and "plain" in processor._remembered
+
+
 def test_threads_that_forget_each_others_words_get_the_same_tokens(processor, monkeypatch):
     monkeypatch.setattr("jev.processor.REMEMBERED_WORDS", 8)
     states = [" ".join(f"word{i + j}" for j in range(12)) for i in range(40)]

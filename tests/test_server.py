@@ -250,6 +250,19 @@ def test_large_answers_need_no_disk(monkeypatch):
             assert got.startswith(b"HTTP/1.1 200") and len(got) > 20 * 2**20
 
 
+def test_pipelined_large_answers_do_not_wait_for_the_loop():
+    """More than waitress lets wait: the thread with the next answer waits for the loop to send, which must do so at once."""
+    with application(large_answer) as (server, _):
+        for _ in range(4):
+            with raw(server, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3) as sock:
+                time.sleep(0.1)
+                got, gap, last = 0, 0.0, time.monotonic()
+                while got < 3 * 20 * 2**20:
+                    got += len(sock.recv(1 << 20))
+                    gap, last = max(gap, time.monotonic() - last), time.monotonic()
+            assert gap < 0.7                            # a round of the loop is a second
+
+
 def test_an_answer_that_cannot_be_sent_ends_its_connection(monkeypatch):
     def broken(*_):
         raise MemoryError
