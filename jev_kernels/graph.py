@@ -66,7 +66,7 @@ def capture(stream, fn: Callable[[], object], keep: tuple = ()) -> Graph:
     stream   a stream other than the default one, with nothing being captured
     fn       must only launch into ``stream``: no synchronizing, no allocating. Run it once before, so that kernels are
              compiled and libraries have their handles
-    keep     objects that must live as long as the graph: plans (they own tensor maps), buffers
+    keep     objects that must live as long as the graph: plans (they keep their arrays), buffers
 
     Raises CaptureError; an exception of ``fn`` itself passes through. Either way the stream is usable afterwards.
     """

@@ -15,17 +15,20 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.plain_client import Client  # noqa: E402
+
 TARGET_MS = 0.5
 BLOCK = 50
+HEADERS = ("Authorization: Bearer 0123456789abcdef", "Accept: */*", "User-Agent: bench")
 
 WORKER = r"""
 import socket, sys, threading
@@ -53,44 +56,20 @@ while True:
 """
 
 
-class Client:
-    """One connection that sends the same request again and again."""
-
-    def __init__(self, port: int, body: bytes, expected: int) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", port), timeout=30)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.request = (b"POST /v1/systemone HTTP/1.1\r\nHost: bench\r\nAuthorization: Bearer 0123456789abcdef\r\n"
-                        b"Content-Type: application/json\r\nAccept: */*\r\nUser-Agent: bench\r\n"
-                        b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        self.expected = expected
-
-    def ask(self) -> float:
-        """Seconds from the first byte sent to the last one received."""
-        started = time.perf_counter()
-        self.sock.sendall(self.request)
-        data = b""
-        while (end := data.find(b"\r\n\r\n")) < 0 or len(data) < end + 4 + self.expected:
-            data += self.sock.recv(1 << 20)
-        seconds = time.perf_counter() - started
-        if not data.startswith(b"HTTP/1.1 200"):
-            raise SystemExit(f"unexpected answer: {data[:200]!r}")
-        return seconds
-
-
-def measure(ports: tuple[int, int], clients: int, body: bytes, expected: int, requests: int) -> list[list[float]]:
+def measure(ports: tuple[int, int], clients: int, body: bytes, requests: int) -> list[list[float]]:
     """Latencies [direct, forwarded] in seconds; `requests` each, shared by the clients."""
     results: list[list[float]] = [[], []]
 
     def run(barrier: threading.Barrier) -> None:
-        connections = [Client(port, body, expected) for port in ports]
+        connections = [Client(port, *HEADERS) for port in ports]
         for block in range(-1, requests // (BLOCK * clients)):               # the first block warms up
             for connection, result in zip(connections, results):
                 barrier.wait()
-                latencies = [connection.ask() for _ in range(BLOCK)]
+                latencies = [connection.post(body)[0] for _ in range(BLOCK)]
                 if block >= 0:
                     result.extend(latencies)
         for connection in connections:
-            connection.sock.close()
+            connection.socket.close()
 
     barrier = threading.Barrier(clients)
     threads = [threading.Thread(target=run, args=(barrier,)) for _ in range(clients)]
@@ -126,7 +105,7 @@ def main() -> int:
                         OMNI_JEV_BACKEND_URL=f"http://127.0.0.1:{worker_port}")
         try:
             port = next(int(line.split("127.0.0.1:")[1].split(",")[0]) for line in gateway.stderr if "listening" in line)
-            both = measure((worker_port, port), clients, b"x" * sent, received, args.requests)
+            both = measure((worker_port, port), clients, b"x" * sent, args.requests)
         finally:
             for child in (gateway, worker):
                 child.terminate()

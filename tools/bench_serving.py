@@ -15,7 +15,6 @@ import argparse
 import csv
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools import synthetic  # noqa: E402
+from tools.plain_client import Client  # noqa: E402
 from tools.synthetic_worker import CHAT_PREFIX, CHAT_SUFFIX, real_tokenizer  # noqa: E402
 
 WORDS = ("time year people way day man thing woman life child world school state family student group country problem hand "
@@ -73,33 +73,6 @@ class Prompts:
         return body
 
 
-class Client:
-    """One kept connection to 127.0.0.1, for one thread."""
-
-    def __init__(self, port: int):
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=90)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def post(self, body: bytes) -> tuple[float, dict]:
-        """(milliseconds, answer). Raises RuntimeError for anything but 200."""
-        head = ("POST /v1/systemone HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n")
-        request, got, whole = head.encode() + body, b"", None
-        started = time.perf_counter()
-        self.socket.sendall(request)
-        while whole is None or len(got) < whole:
-            got += (block := self.socket.recv(1 << 20))
-            if not block:
-                raise RuntimeError(f"the connection ended after {got[:300]!r}")
-            if whole is None and (end := got.find(b"\r\n\r\n")) >= 0:
-                lengths = [line.split(b":")[1] for line in got[:end].lower().split(b"\r\n") if line.startswith(b"content-length:")]
-                whole = end + 4 + int(lengths[0])
-        ms = (time.perf_counter() - started) * 1e3
-        if not got.startswith(b"HTTP/1.1 200 "):
-            raise RuntimeError(f"not a 200: {got[:300]!r}")
-        return ms, json.loads(got[end + 4:])
-
-
 class Service:
     """Worker and gateway as processes; ``post`` sends a request through the gateway, each thread on its connection."""
 
@@ -129,7 +102,8 @@ class Service:
         clients = self.clients.__dict__.setdefault("by_port", {})
         if port not in clients:
             clients[port] = Client(port)
-        return clients[port].post(body)
+        seconds, answer = clients[port].post(body)
+        return seconds * 1e3, json.loads(answer)
 
     def stop(self) -> None:
         for process in (self.gateway, self.worker):
