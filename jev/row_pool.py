@@ -109,7 +109,8 @@ def build(sequences: Sequence[np.ndarray]) -> RowPool:
 
     ``last_rows`` follows the order given. Raises ValueError for an empty set or sequence, or a negative id.
     """
-    return _single(*_checked(sequences)) if len(sequences) == 1 else _trie(sequences)
+    arrays = _checked(sequences)
+    return _single(*arrays) if len(arrays) == 1 else _trie(arrays)
 
 
 def _single(tokens: np.ndarray) -> RowPool:
@@ -125,7 +126,7 @@ def _single(tokens: np.ndarray) -> RowPool:
 
 
 def _trie(sequences: Sequence[np.ndarray]) -> RowPool:
-    order, arrays, shared = _sorted_unique(_checked(sequences))
+    order, arrays, shared = _sorted_unique(sequences)
     last_rows = np.empty(len(arrays), np.int32)
     ids, positions, parents, branches = [], [], [], []
     chunk_rows, chunk_out, runs, slot_of = [], [], [], {}

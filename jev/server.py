@@ -136,26 +136,27 @@ class _Channel(HTTPChannel):
         return not (self.requests or self.total_outbufs_len or self.close_when_flushed)
 
 
-class _Threads(ThreadedTaskDispatcher):
-    """The threads that serve requests; one of them *leads*: it turns the event loop, by calls of ``turn``.
+class _Loop:
+    """The event loop as one of waitress's tasks: the thread that has it *leads*, by calls of ``turn``.
 
-    When a request is complete the leader serves it itself, if another thread is idle and can lead on. So the loop is
-    always turned, and where all other threads are busy requests wait in the queue as they do in waitress.
+    When a request is complete the leader puts the loop back in front of the queue and serves the request itself, if
+    another thread is idle and can lead on. So the loop is always turned, and where all other threads are busy requests
+    wait in the queue as they do in waitress.
     """
 
-    def __init__(self, turn: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, threads: _Threads, turn: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
         """failed: told what ``turn`` raised; nobody leads after that."""
-        super().__init__()
-        self._turn, self._failed = turn, failed
-        self._open = False                              # threads may lead
-        self._leader: int | None = None                 # identity of the thread that does
-        self._left = threading.Condition(self.lock)     # nobody does any more
+        self._threads, self._turn, self._failed = threads, turn, failed
+        self._open = False                                      # threads may lead
+        self._under_way = False                                 # one leads, or the loop is in the queue
+        self._ended = threading.Condition(threads.lock)         # it is not any more
+        self.leader: int | None = None                          # identity of the thread that leads
 
     def begin(self) -> None:
         """Let the threads turn the loop from now on."""
-        with self.lock:
-            self._open = True
-            self.queue_cv.notify()
+        with self._threads.lock:
+            self._open = self._under_way = True
+            self._put_back()
 
     def rest(self) -> None:
         """Let no thread turn the loop once more, but for the turn that is under way. For signal handlers too: no lock."""
@@ -164,66 +165,58 @@ class _Threads(ThreadedTaskDispatcher):
     def end(self, wake: Callable[[], None]) -> None:
         """Let no thread turn the loop any more; returns when none does. wake: ends a ``turn`` that waits."""
         self.rest()
-        with self.lock:
-            while self._leader is not None:
+        with self._threads.lock:
+            while self._under_way:
                 wake()
-                self._left.wait(ROUND_SECONDS)
+                self._ended.wait(ROUND_SECONDS)
 
-    def add_task(self, task: _Channel) -> None:
-        if threading.get_ident() != self._leader:
-            super().add_task(task)
-            return
-        with self.lock:                                 # whoever leads looks here after each turn: nobody has to wake up
-            self.queue.append(task)
-
-    def handler_thread(self, thread_no: int) -> None:
-        while True:
-            with self.lock:
-                while not (self.queue or self.stop_count or self._leaderless()):
-                    self.active_count -= 1
-                    self.queue_cv.wait()
-                    self.active_count += 1
-                if self.stop_count:
-                    self.active_count -= 1
-                    self.stop_count -= 1
-                    self.threads.discard(thread_no)
-                    self.thread_exit_cv.notify()
-                    return
-                leads = self._leaderless()
-                if leads:
-                    self._leader = threading.get_ident()
-                else:
-                    task = self.queue.popleft()
-            if leads:
-                task = self._lead()
-            if task is not None:
-                try:
-                    task.service()
-                except BaseException:
-                    self.logger.exception("Exception when servicing %r", task)
-
-    def _leaderless(self) -> bool:
-        return self._open and self._leader is None
-
-    def _lead(self) -> _Channel | None:
-        """Turn the loop until there is a request for this thread to serve; None when the loop is to rest."""
+    def service(self) -> None:
+        """Lead until there is a request for this thread to serve, and serve it; or until the loop is to rest."""
+        self.leader = threading.get_ident()
         task = None
         try:
             while self._open:
-                with self.lock:
-                    if self.queue and len(self.threads) - self.stop_count > self.active_count:
-                        task = self.queue.popleft()
+                with self._threads.lock:
+                    if self._threads.queue and self._threads.idle():
+                        task = self._threads.queue.popleft()
                         break
                 self._turn()
         except BaseException as error:                  # whatever it is, the server must not go on deaf
             self.rest()
             self._failed(error)
         finally:
-            with self.lock:
-                self._leader = None
-                self._left.notify_all()
-                self.queue_cv.notify(len(self.queue) + 1)       # for what else has come in, and for the loop
-        return task
+            with self._threads.lock:
+                self.leader = None
+                self._put_back()
+        if task is not None:
+            task.service()
+
+    def _put_back(self) -> None:
+        if self._open:
+            self._threads.queue.appendleft(self)
+        else:
+            self._under_way = False
+            self._ended.notify_all()
+        self._threads.queue_cv.notify(len(self._threads.queue))     # for the loop, and for what else has come in
+
+
+class _Threads(ThreadedTaskDispatcher):
+    """The threads that serve requests and turn the event loop."""
+
+    def __init__(self, turn: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self.loop = _Loop(self, turn, failed)
+
+    def idle(self) -> int:
+        """Threads with nothing to do. Called with the lock held."""
+        return len(self.threads) - self.stop_count - self.active_count
+
+    def add_task(self, task: _Channel) -> None:
+        if threading.get_ident() != self.loop.leader:
+            super().add_task(task)
+            return
+        with self.lock:                                 # whoever leads looks here after each turn: nobody has to wake up
+            self.queue.append(task)
 
 
 class _Waitress(TcpWSGIServer):
@@ -293,20 +286,20 @@ class Server:
         """Begin to drain; a second call gives up on what is still running. For any thread and for signal handlers."""
         self._abandon = self._stopping
         self._stopping = True
-        self._threads.rest()                    # what arrives from now on finds the engine draining
+        self._threads.loop.rest()                    # what arrives from now on finds the engine draining
         self._reasons.put(None)
 
     def run(self) -> bool:
         """Serve until stopped. True when everything admitted was answered, whether or not its client took it."""
         try:
-            self._threads.begin()
+            self._threads.loop.begin()
             reason = self._reasons.get()
             if reason is not None:
                 raise reason
-            self._threads.end(self._waitress.pull_trigger)
+            self._threads.loop.end(self._waitress.pull_trigger)
             return self._drain()
         finally:
-            self._threads.end(self._waitress.pull_trigger)
+            self._threads.loop.end(self._waitress.pull_trigger)
             for channel in list(self._waitress.active_channels.values()):
                 channel.handle_close()
             self._threads.shutdown(timeout=1)

@@ -230,7 +230,7 @@ def test_an_event_loop_that_fails_ends_the_server_with_its_error():
     sock = bind("127.0.0.1", 0)
     server = Server(large_answer, SimpleNamespace(pending=0, drain=lambda: None),
                     SimpleNamespace(queue=2, drain_seconds=1), sock)
-    server._threads._turn = lambda: 1 // 0
+    server._threads.loop._turn = lambda: 1 // 0
     with pytest.raises(ZeroDivisionError):
         server.run()
 
