@@ -218,15 +218,18 @@ def make_prepare(HK: int, HV: int):
             first = i32(item % GROUPS * R)           # value head
             item = i32(item + step)
             records = record + u64(chunk * HV + first) * u64(RECORD)
-            # running sum of g over the chunk, two tokens a lane
+            # running sum of g over the chunk, two tokens a lane; no token's sum may know the next one's g, even to an ulp
             if warp < R:
                 s = gates[0] + gates[1]
                 for shift in range(5):
                     o = cuda.shfl_up_sync(0xffffffff, s, 1 << shift)
                     if lane >= (1 << shift):
                         s += o
+                before = cuda.shfl_up_sync(0xffffffff, s, 1)
+                if lane == 0:
+                    before = f32(0)
                 head = sm + HEADS + warp * HEAD
-                sts2(head + CUM + lane * 8, s - gates[1], s)
+                sts2(head + CUM + lane * 8, before + gates[0], s)
                 sts2(head + BETA + lane * 8, gates[2], gates[3])
             else:
                 # the two zero blocks of each image, and the flags of the state stored after this chunk

@@ -6,6 +6,7 @@ import pytest
 
 from jev.row_pool import build
 from jev_kernels import bf16, gdn, hopper_gdn, hopper_gdn_prepare, hopper_gdn_scan, reference
+from jev_kernels.launch import address
 from jev_kernels.pool import CHUNKS, COUNTS, ROWS, RUNS
 
 D = gdn.D
@@ -147,12 +148,10 @@ def test_endless_decay():
     assert error(p.run(True)[0], p.expected()) <= 2.5e-3
 
 
-def test_records():
-    """The first Hopper kernel by itself: T and P of one chunk against float64."""
-    p = Problem([np.arange(64)])
+def records(p):
+    """Of the first Hopper kernel by itself, over one chunk of one head: T, P [64, 64] and SK, SQ [64]."""
     scratch = np.full(hopper_gdn.scratch_bytes(1, 1, 1), 0xFF, np.uint8)
     kernel, _ = hopper_gdn.kernels(1, 1)
-    from jev_kernels.launch import address
     kernel(0, 1, *map(address, (p.qkv, p.g, p.beta, p.counts, p.indices[0], p.indices[2], scratch)),
            address(scratch) + hopper_gdn.record_bytes(1, 1), p.qkv.shape[1], 1, 2)
 
@@ -164,6 +163,13 @@ def test_records():
                 out[i, j] = blocks[(i >> 1) * 4 + j * 2 + (i & 1)].transpose(0, 2, 1, 3).reshape(16, 16)
         return out.transpose(0, 2, 1, 3).reshape(64, 64)
 
+    scales = (scratch[at:at + 256].view(np.float32).copy() for at in (hopper_gdn_prepare.SK_AT, hopper_gdn_prepare.SQ_AT))
+    return image(hopper_gdn_prepare.T_AT), image(hopper_gdn_prepare.P_AT), *scales
+
+
+def test_records():
+    p = Problem([np.arange(64)])
+    got_t, got_pairs, _, _ = records(p)
     q, k = (wide(p.qkv[:64, at:at + D]) for at in (0, D))
     q, k = (x / np.sqrt((x * x).sum(1, keepdims=True) + 1e-6) for x in (q, k))
     c, beta = np.cumsum(p.g[:64, 0].astype(np.float64)), wide(p.beta[:64, 0])
@@ -171,8 +177,21 @@ def test_records():
     a = np.tril(beta[:, None] * (k @ k.T) * ratio, -1)
     t = np.linalg.inv(np.eye(64) + a) * beta
     pairs = q @ k.T * ratio / np.sqrt(D)
-    for got, want in ((image(hopper_gdn_prepare.T_AT), t), (image(hopper_gdn_prepare.P_AT), pairs)):
+    for got, want in ((got_t, t), (got_pairs, pairs)):
         assert np.linalg.norm(got - want) / np.linalg.norm(want) <= 5e-4 and not np.triu(got, 1).any()
+
+
+@pytest.mark.parametrize("live", [1, 2, 17, 36, 63])
+def test_records_of_a_token_do_not_know_the_next(live):
+    """Bits of a chunk's first tokens, whatever follows them: large keys and queries, decays beyond any sum so far."""
+    p = Problem([np.arange(64)])
+    alone = records(p)
+    p.qkv[live:64] = bf16.from_float64(wide(p.qkv[live:64]) * -300)
+    p.g[live:64] = p.g[live:64] * 317 - 40
+    p.beta[live:64] = bf16.from_float64(1 - wide(p.beta[live:64]))
+    for name, want, got in zip(("T", "P", "SK", "SQ"), alone, records(p)):
+        np.testing.assert_array_equal(got[:live], want[:live], err_msg=name)
+        assert (got[live:] != want[live:]).any()
 
 
 def test_arguments_are_checked():
