@@ -32,7 +32,7 @@ def forward(ops: Ops, model: Model, pool: RowPool) -> Matrix:
             residual, y = ops.gather_rows(residual, pool), ops.gather_rows(y, pool)
         y = ops.linear(y, layer.out_proj)
         residual, x = ops.add_rms_norm(residual, y, layer.post_norm)
-        y = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up)), layer.down_proj)
+        y = ops.linear(ops.swiglu(x, layer.gate_up), layer.down_proj)
         residual, x = ops.add_rms_norm(residual, y, following.input_norm if following else model.norm)
     return x
 

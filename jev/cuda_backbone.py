@@ -99,9 +99,10 @@ class CudaBackbone:
     def _tune(self, specs) -> None:
         """Choose GEMM algorithms for the buckets that are captured at start-up, while the GPU's memory is still free."""
         ready = {n for b in self.buckets if not b.wide and b.rows <= self.ready_rows for n in (b.rows, b.lasts)}
-        shapes = dict.fromkeys(s.shape for s in specs if s.key.rsplit(".", 1)[-1] in weights.LINEAR)
-        started = time.perf_counter()
-        chosen = self.gemm.prepare(shapes, sorted(ready))
+        started, chosen = time.perf_counter(), 0
+        for gated, names in ((False, weights.LINEAR), (True, weights.GATED)):
+            shapes = dict.fromkeys(s.shape for s in specs if s.key.rsplit(".", 1)[-1] in names)
+            chosen += self.gemm.prepare(shapes, sorted(ready), gated)
         if chosen:
             self.log(f"{chosen} GEMMs tried and timed in {time.perf_counter() - started:.1f} s")
 

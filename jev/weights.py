@@ -6,12 +6,13 @@ of W, that is columns of the output:
 ==================  ===============================================================================================
 ``in_proj``, linear attention   q | k | v (the convolution's input) | z | b | a | zeros
 ``in_proj``, full attention     q of all heads | gate of all heads | k | v
-``gate_up``                     gate | up
+``gate_up``                     four of gate, four of up, in turn
 ==================  ===============================================================================================
 
 ``q_proj`` interleaves 256 query and 256 gate rows per head; taking its rows apart here, once, makes "splitting off the
 gate" a matter of column ranges, and attention reads q, gate, k and v where the GEMM wrote them. Rows of zeros fill the
 linear layers' matrix up to a multiple of 8, so that output rows start at multiples of 16 bytes (27B and 9B need none).
+Gate and up alternate so that a GEMM holds both factors of an activation in one warp (see ``jev_kernels.silu``).
 """
 from __future__ import annotations
 
@@ -22,15 +23,30 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jev.checkpoint import ModelConfig
+from jev_kernels.reference import TURN
 
-LINEAR = ("in_proj", "out_proj", "gate_up", "down_proj")      # last part of the keys that ``Ops.linear`` multiplies by
+LINEAR = ("in_proj", "out_proj", "down_proj")        # last part of the keys that ``Ops.linear`` multiplies by
+GATED = ("gate_up",)                                 # ... and ``Ops.swiglu``
 
 
 class Spec(NamedTuple):
-    """One matrix or vector of the model. pieces(tensors): BF16 (uint16) views whose rows, in order, fill ``shape``."""
+    """One matrix or vector of the model. pieces(tensors): BF16 (uint16) views whose rows fill ``shape``: one piece after
+    the other, or ``turn`` rows of each in turn."""
     key: str
     shape: tuple[int, ...]
     pieces: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
+    turn: int = 0
+
+    def rows(self, tensors: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """The pieces as arrays that differ from ``shape`` in their number of rows alone."""
+        return [p.reshape(-1, *self.shape[1:]) if p.ndim != len(self.shape) else p for p in self.pieces(tensors)]
+
+    def stacked(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The whole, BF16 (uint16). A single piece stays what it is: part of a mapped file, perhaps."""
+        pieces = self.rows(tensors)
+        if self.turn:
+            return np.stack([p.reshape(-1, self.turn, *self.shape[1:]) for p in pieces], 1).reshape(self.shape)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 @dataclass(frozen=True)
@@ -90,8 +106,8 @@ def specs(config: ModelConfig) -> list[Spec]:
     """Every weight of the backbone in the order of use, with where it comes from."""
     h, inter = config.hidden_size, config.intermediate_size
 
-    def stack(key, width, *names):
-        return Spec(key, (sum(n for _, n in names), width), lambda t: [t[name] for name, _ in names])
+    def stack(key, width, *names, turn=0):
+        return Spec(key, (sum(n for _, n in names), width), lambda t: [t[name] for name, _ in names], turn)
 
     def vector(key, name, size):
         return Spec(key, (size,), lambda t: [t[name]])
@@ -105,7 +121,7 @@ def specs(config: ModelConfig) -> list[Spec]:
         else:
             out += _gdn_specs(config, at, stack, vector)
         out += [vector(at + "post_norm", at + "post_attention_layernorm.weight", h),
-                stack(at + "gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter)),
+                stack(at + "gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter), turn=TURN),
                 stack(at + "down_proj", inter, (at + "mlp.down_proj.weight", h))]
     return out + [vector("norm", "norm.weight", h)]
 

@@ -7,6 +7,7 @@ Source: cuBLASLt's manual; the binding is NVIDIA's ``nvmath.bindings.cublasLt``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,18 @@ class Algorithm:
         if prefix != "lt" or len(words) != 8:
             raise ValueError(f"not an algorithm: {text!r}")
         return cls(tuple(int(w, 16) for w in words))
+
+
+class Key(NamedTuple):
+    """A product y [m, n] = x [m, k] W [n, k]^T and how many elements apart rows are. gated: with the activation behind
+    it, silu(gate) * up of y's columns."""
+    m: int
+    n: int
+    k: int
+    ldx: int
+    ldw: int
+    ldy: int
+    gated: bool = False
 
 
 class CublasLt:
@@ -68,9 +81,9 @@ class CublasLt:
         return self._descriptors[key]
 
     def heuristics(self, key: tuple, alignment: int, split: bool = False) -> list[Algorithm]:
-        """What cuBLASLt proposes for ``descriptors(*key)``, best guess first. split: also what adds up in pieces."""
+        """What cuBLASLt proposes for a product, best guess first. split: also what adds up in pieces."""
         lt = self.lt
-        operation, w, x, y = self.descriptors(*key)
+        operation, w, x, y = self.descriptors(*key[:6])
         preference = lt.matmul_preference_create()
         which = lt.MatmulPreferenceAttribute
 
@@ -110,8 +123,8 @@ class CublasLt:
                                                  attribute.INNER_SHAPE_ID, attribute.CLUSTER_SHAPE_ID)))
 
     def runs(self, key: tuple, algorithm: Algorithm) -> bool:
-        """Whether the library accepts an algorithm (of other rows, or of a file) for ``descriptors(*key)``."""
-        operation, w, x, y = self.descriptors(*key)
+        """Whether the library accepts an algorithm (of other rows, or of a file) for a product."""
+        operation, w, x, y = self.descriptors(*key[:6])
         algo, result = np.array(algorithm.words, np.uint64), np.zeros(1, self.lt.matmul_heuristic_result_dtype)
         try:
             self.lt.matmul_algo_check(self.handle, operation, w, x, y, y, algo.ctypes.data, result.ctypes.data)
@@ -130,7 +143,7 @@ class BlasPlan:
         self.blas, self.algorithm, self.name = blas, algorithm, str(algorithm)
         key, _ = layout(x, weight, y, rows)
         self._algo = np.array(algorithm.words, np.uint64)
-        operation, w_layout, x_layout, y_layout = blas.descriptors(*key)
+        operation, w_layout, x_layout, y_layout = blas.descriptors(*key[:6])
         self._keep = (x, weight, y)
         self._arguments = (
             blas.handle, operation, blas.one.ctypes.data, address(weight), w_layout, address(x), x_layout,
@@ -141,15 +154,20 @@ class BlasPlan:
         self.blas.lt.matmul(*self._arguments, stream_address(stream))
 
 
-def layout(x, weight, y, rows: int) -> tuple[tuple, int]:
-    """((m, n, k, ldx, ldw, ldy), alignment in bytes that all three arrays have). ValueError names what does not fit."""
+def check_rows(name: str, array) -> None:
+    """ValueError unless ``array`` is BF16 [rows, columns], columns side by side, rows at multiples of 16 bytes."""
+    if array.dtype != np.uint16 or array.ndim != 2:
+        raise ValueError(f"{name}: BF16 held in uint16 [rows, columns] expected, got {array.dtype} {array.shape}")
+    if array.strides[1] != 2 or array.strides[0] < 2 * array.shape[1]:
+        raise ValueError(f"{name}: columns must be contiguous and rows must not overlap, strides {array.strides}")
+    if array.strides[0] % 16 or address(array) % 16:
+        raise ValueError(f"{name}: rows must start at multiples of 16 bytes")
+
+
+def layout(x, weight, y, rows: int) -> tuple[Key, int]:
+    """(the key, alignment in bytes that all three arrays have). ValueError names what does not fit."""
     for name, array in (("x", x), ("weight", weight), ("y", y)):
-        if array.dtype != np.uint16 or array.ndim != 2:
-            raise ValueError(f"{name}: BF16 held in uint16 [rows, columns] expected, got {array.dtype} {array.shape}")
-        if array.strides[1] != 2 or array.strides[0] < 2 * array.shape[1]:
-            raise ValueError(f"{name}: columns must be contiguous and rows must not overlap, strides {array.strides}")
-        if array.strides[0] % 16 or address(array) % 16:
-            raise ValueError(f"{name}: rows must start at multiples of 16 bytes")
+        check_rows(name, array)
     (n, k) = weight.shape
     if x.shape[1] != k:
         raise ValueError(f"x: {x.shape[1]} columns, the weight [{n}, {k}] takes {k}")
@@ -158,4 +176,4 @@ def layout(x, weight, y, rows: int) -> tuple[tuple, int]:
     if not 1 <= rows <= min(x.shape[0], y.shape[0]):
         raise ValueError(f"rows: {rows} of x {x.shape} and y {y.shape}")
     alignment = 256 if all(address(a) % 256 == 0 for a in (x, weight, y)) else 16
-    return (rows, n, k, x.strides[0] // 2, weight.strides[0] // 2, y.strides[0] // 2), alignment
+    return Key(rows, n, k, x.strides[0] // 2, weight.strides[0] // 2, y.strides[0] // 2), alignment

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -372,6 +372,16 @@ def slabs(array: np.ndarray, limit: int):
             yield array[i:i + step]
 
 
+def turns(arrays: list[np.ndarray], turn: int, limit: int):
+    """Cut arrays of one shape into tuples of parts [n, turn, ...], one of each, of at most ``limit`` bytes or one turn."""
+    if len({a.shape for a in arrays}) != 1 or len(arrays[0]) % turn:
+        raise ValueError(f"chunks of {[a.shape for a in arrays]} cannot take turns of {turn} rows")
+    arrays = [a.reshape(-1, turn, *a.shape[1:]) for a in arrays]
+    step = max(1, limit // sum(a[0].nbytes for a in arrays))
+    for i in range(0, len(arrays[0]), step):
+        yield tuple(a[i:i + step] for a in arrays)
+
+
 class Uploader:
     """Host arrays to the device through page-locked buffers: threads fill one while the bus empties another.
 
@@ -393,45 +403,53 @@ class Uploader:
         self.futures: list = []                   # host copies into it
         self.sealed = None                        # the buffer before: full, host copies perhaps still running
 
-    def upload(self, dst, chunks: Iterable[np.ndarray], progress: Callable[[int], None] | None = None) -> None:
-        """Write ``chunks``, one after another, over the whole of ``dst`` (contiguous device array).
+    def upload(self, dst, chunks: Iterable[np.ndarray], progress: Callable[[int], None] | None = None,
+               turn: int = 0) -> None:
+        """Write ``chunks``, one after another or ``turn`` rows of each in turn, over the whole of ``dst`` (contiguous
+        device array).
 
         The sources must stay readable until ``finish``. progress(n): called as n bytes more are on their way.
         Raises ValueError unless the chunks have exactly the bytes of ``dst`` and elements of its size.
         """
-        start = at = _address(dst)
+        at, chunks, limit = _address(dst), list(chunks), self.limit // 4
         for chunk in chunks:
             if chunk.dtype.itemsize != dst.dtype.itemsize:
                 raise ValueError(f"chunk of {chunk.dtype} for a device array of {dst.dtype}")
-            if at + chunk.nbytes > start + dst.nbytes:
-                raise ValueError(f"the chunks hold more than the {dst.nbytes} bytes of the device array {dst.shape}")
-            for part in slabs(chunk, self.limit // 4):
-                self._stage(at, part)
-                at += part.nbytes
-                if progress:
-                    progress(part.nbytes)
-        if at != start + dst.nbytes:
-            raise ValueError(f"the chunks hold {at - start} bytes, the device array {dst.shape} has {dst.nbytes}")
+        held = sum(chunk.nbytes for chunk in chunks)
+        if held != dst.nbytes:
+            raise ValueError(f"the chunks hold {held} bytes, the device array {dst.shape} has {dst.nbytes}")
+        for parts in turns(chunks, turn, limit) if turn else ((part,) for chunk in chunks for part in slabs(chunk, limit)):
+            nbytes = sum(part.nbytes for part in parts)
+            self._stage(at, parts, nbytes)
+            at += nbytes
+            if progress:
+                progress(nbytes)
 
-    def _stage(self, address: int, part: np.ndarray) -> None:
-        if self.used + part.nbytes > self.limit:
+    def _stage(self, address: int, parts: Sequence[np.ndarray], nbytes: int) -> None:
+        """``parts`` of one shape: the first entry of each, then the second of each, and so on."""
+        if self.used + nbytes > self.limit:
             self._seal()
-        offset = self.used
-        target = self.buffers[self.turn][offset:offset + part.nbytes].view(part.dtype).reshape(part.shape)
-        if part.nbytes < 1 << 20:
-            np.copyto(target, part)
-        else:
-            if len(part) < self.threads and part.flags.c_contiguous:
-                part, target = part.reshape(-1), target.reshape(-1)
-            step = -(-len(part) // self.threads)
-            self.futures += [self.pool.submit(np.copyto, target[i:i + step], part[i:i + step])
-                             for i in range(0, len(part), step)]
+        offset, first = self.used, parts[0]
+        target = self.buffers[self.turn][offset:offset + nbytes].view(first.dtype)
+        target = target.reshape(len(first), len(parts), *first.shape[1:])
+        for i, part in enumerate(parts):
+            self._copy(target[:, i], part)
         last = self.copies[-1] if self.copies else None
         if last and last[0] + last[2] == address and last[1] + last[2] == offset:
-            self.copies[-1] = (last[0], last[1], last[2] + part.nbytes)
+            self.copies[-1] = (last[0], last[1], last[2] + nbytes)
         else:
-            self.copies.append((address, offset, part.nbytes))
-        self.used = -(-(offset + part.nbytes) // 16) * 16
+            self.copies.append((address, offset, nbytes))
+        self.used = -(-(offset + nbytes) // 16) * 16
+
+    def _copy(self, target: np.ndarray, part: np.ndarray) -> None:
+        if part.nbytes < 1 << 20:
+            np.copyto(target, part)
+            return
+        if len(part) < self.threads and part.flags.c_contiguous and target.flags.c_contiguous:
+            part, target = part.reshape(-1), target.reshape(-1)
+        step = -(-len(part) // self.threads)
+        self.futures += [self.pool.submit(np.copyto, target[i:i + step], part[i:i + step])
+                         for i in range(0, len(part), step)]
 
     def _seal(self) -> None:
         """The current buffer is full: send the one before it, and wait until the next one is free."""

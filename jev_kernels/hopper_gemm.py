@@ -2,6 +2,8 @@
 
     x [M <= 128, K] tokens, rows ``ldx`` apart      W [N, K] weights, contiguous      y [M, N], rows ``ldy`` apart
 
+Or, gated, the MLP's activation of that product, y [M, N / 2]: see ``hopper_gemm_gated.py``.
+
 The job is to stream W from device memory once, at full speed. A block owns a slab of weight rows over ALL of K (no
 split-K): every output is one running float32 sum in increasing k, 16 at a time. Measured, and checked again wherever
 it is used (``gemm.py``): the bits are those of cuBLASLt's non-split kernels, and do not depend on M or on the slab.
@@ -29,14 +31,14 @@ Source: PTX ISA (wgmma, cp.async.bulk.tensor, mbarrier), CUDA driver API (tensor
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from jev_kernels import cubin, tensor_maps
+from jev_kernels import cubin, hopper_gemm_gated, tensor_maps
 from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, f32, fence_async, i32, mbar_arrive_at,
                              mbar_expect, mbar_fence, mbar_init, mbar_wait, named_sync, pdl_launch, pdl_wait,
@@ -143,13 +145,15 @@ def make_wgmma(bn, slices, a_step, b_step):
 class Config:
     """bn weight rows a slab, ``groups`` warpgroups of 64 tokens a block, ``stages`` ring slots of ``slices`` x 64 k,
     ``cluster`` blocks a cluster. split: the cluster's blocks share one slab and divide the tokens (W is multicast);
-    otherwise each has its own slab and all tokens (x is multicast)."""
+    otherwise each has its own slab and all tokens (x is multicast). gated: y is the MLP's activation of the product, half
+    as wide (``hopper_gemm_gated``)."""
     bn: int
     groups: int
     stages: int
     cluster: int = 1
     slices: int = 1
     split: bool = False
+    gated: bool = False
 
     @property
     def w_rows(self) -> int:
@@ -235,7 +239,9 @@ def kernel(config: Config) -> Kernel:
     PRODUCER = GROUPS * 4                   # index of the producer warp
     ARRIVALS = GROUPS * 4 * CL              # one per consumer warp of every block in the cluster
     MASK = (1 << CL) - 1
+    GATED = config.gated
     zero, mma, drain, store = make_wgmma(BN, SLICES, XS, WS)
+    store_gated = hopper_gemm_gated.make_store(BN)
 
     @cuda.jit(device=True, inline="always")
     def load_w(dst, w_map, k, row, skip, bar, policy):
@@ -334,9 +340,16 @@ def kernel(config: Config) -> Kernel:
             row = warp * 16 + (lane >> 2)                        # of this block's tokens
             col = (lane & 3) * 2
             rows = min(x_rows, M - token) if SPLIT else M
-            at = y + u64(((token + row) * ldy + slab + col) * 2)
-            left = N - slab - col                                # columns of y right of `at`
-            store(acc, at, at + u64(ldy * 16), left if row < rows else 0, left if row + 8 < rows else 0)
+            if GATED:
+                upper = (lane & 2) != 0
+                if upper:
+                    row = row + 8
+                at = y + u64(((token + row) * ldy + slab // 2 + (lane & 1) * 2) * 2)
+                store_gated(acc, upper, at, (N - slab) // 2 if row < rows else 0)
+            else:
+                at = y + u64(((token + row) * ldy + slab + col) * 2)
+                left = N - slab - col                            # columns of y right of `at`
+                store(acc, at, at + u64(ldy * 16), left if row < rows else 0, left if row + 8 < rows else 0)
         cluster_sync()                      # a block must not exit while others still signal its barriers
 
     return Kernel(hopper_gemm, SIGNATURE, threads=config.threads, smem=config.smem, cluster=CL)
@@ -344,20 +357,20 @@ def kernel(config: Config) -> Kernel:
 
 # ---------------------------------------------------------------- host
 class Plan:
-    """y[:rows] = r(x[:rows] W^T) bound to its arrays. ``plan(stream, pdl=True)`` launches it.
+    """y[:rows] = r(x[:rows] W^T), or its activation if gated, bound to its arrays. ``plan(stream, pdl=True)`` launches it.
 
     Arrays as ``gemm.Gemm.linear_plan`` checks them. Keep the plan (or what keeps it) as long as its graphs.
     """
 
     name = "hopper"
 
-    def __init__(self, x, weight, y, rows: int, multiprocessors: int = 132):
+    def __init__(self, x, weight, y, rows: int, multiprocessors: int = 132, gated: bool = False):
         (n, k) = weight.shape
         ldx, ldy = x.strides[0] // 2, y.strides[0] // 2
         reason = refusal(rows, n, k, multiprocessors=multiprocessors)
         if reason:
             raise ValueError(f"hopper_gemm does not do {n} x {k} at {rows} rows: {reason}")
-        self.config = config = choose(n, multiprocessors)
+        self.config = config = replace(choose(n, multiprocessors), gated=gated)
         self.kernel = kernel(config)
         self.grid = config.grid(n)
         x_rows = config.x_rows(rows)
@@ -376,10 +389,11 @@ def kernels() -> dict:
     Registers: 65,536 of a multiprocessor over the threads of the one block that runs there, in steps of 8, at most 255.
     """
     found = {}
-    for n in (16480, 14336, 5120, 34816, 12352, 10240, 4096, 24576):
-        config = choose(n)
+    for n, gated in ((16480, False), (14336, False), (5120, False), (34816, False), (34816, True), (12352, False),
+                     (10240, False), (4096, False), (24576, False), (24576, True)):
+        config = replace(choose(n), gated=gated)
         warps = -(-config.threads // 128) * 4                    # registers are given to warps in fours
         limit = min(255, 65536 // (warps * 32) // 8 * 8)
-        found[f"hopper_gemm_{config.bn}x{config.groups * 64}{'_split' if config.split else ''}"] = (
-            kernel(config), [(9, 0, "a")], limit, 0)
+        name = f"hopper_gemm_{config.bn}x{config.groups * 64}{'_split' * config.split}{'_gated' * config.gated}"
+        found[name] = kernel(config), [(9, 0, "a")], limit, 0
     return found

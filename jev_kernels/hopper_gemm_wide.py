@@ -2,14 +2,20 @@
 
     x [M, K] tokens, rows ``ldx`` apart      W [N, K] weights, contiguous      y [M, N], rows ``ldy`` apart
 
-Between 129 and some 1,000 rows the product is a few hundred tiles for 132 multiprocessors: 272 tiles would take three
-rounds of which the third does 6 % of the work. Splitting a tile's K among several blocks evens that out, but adds the
-parts in another order, so the bits would change. Here a tile is split too, and the order is kept: the block that does
-the later part starts from the accumulators of the block that did the earlier part.
+Or, gated, the MLP's activation of that product, y [M, N / 2]: see ``hopper_gemm_gated.py``.
 
-  - All tiles' K steps in a row are cut into equal ranges, one for each cluster of two blocks. A cluster starts with the
-    *last* tile of its range, of which it does the first part, and leaves the accumulators for its successor; then come
-    whole tiles; the tail of its first tile comes last, when the predecessor's part is long done. Nobody waits.
+The product is a few hundred to a few thousand tiles for 132 multiprocessors: 272 tiles would take three rounds of which
+the third does 6 % of the work. Splitting a tile's K among several blocks evens that out, but adds the parts in another
+order, so the bits would change. Here tiles are split too, and the order is kept: the block that does the later part
+starts from the accumulators of the block that did the earlier part.
+
+  - Clusters of two blocks take whole tiles in rounds, all at the same k, as long as at least one tile for each is left
+    after the round. What a round reads is then in the L2 cache once for all: x for up to BAND columns of tiles, W for
+    the rows of tiles beside them. Under the power limit that decides (one long range for each cluster, with clusters at
+    different k, read the same bytes from memory again and took 5 to 10 % longer).
+  - The K steps of the tiles that are left, one to two for each cluster, are cut into equal ranges. A cluster starts with
+    the *last* tile of its range, of which it does the first part, and leaves the accumulators for its successor; perhaps
+    comes a whole tile; the tail of its first tile comes last, when the predecessor's part is done. Nobody waits.
   - Weights sit on wgmma's M side, 64 rows for each of two warpgroups; tokens on its N side, so that a tile has any
     multiple of 16 tokens up to 256 and little padding. The two blocks of a cluster have neighbouring weight tiles and
     the same tokens: each loads half of x's tile and multicasts it.
@@ -21,10 +27,11 @@ Hand-over between blocks: float32 accumulators in ``scratch`` and one flag a war
 warp that has read it, so a launch finds all flags clear. Launches that share scratch must not overlap: they are ordered
 by the stream, and under programmatic dependent launch nothing is written before the wait for the previous kernel.
 
-One H200, us a launch (this / best admitted cuBLASLt), 34816 x 5120: 110.5 / 126.5 at 192 rows, 115.9 / 120.7 at 208,
-146 / 129 at 256, 170 / 183 at 320, 246 / 259 at 448; 14336 x 5120: 94.7 / 101 at 448. It loses where cuBLASLt has a
-tile that fills whole rounds (256, 384, 512 rows): a step takes longer here, probably because blocks stand at different
-k and share fewer reads of x in the L2 cache; and at N = 5120, which has too few tiles. Timing decides (``gemm.py``).
+One H200 at its power limit, us a launch (this / best admitted cuBLASLt), 34816 x 5120: 156 / 155 at 256 rows, 281 / 272
+at 512, 435 / 423 at 800, 511 / 497 at 960, 801 / 779 at 1536, 1300 / 1270 at 2432, 1826 / 1783 at 3456. With the
+activation (cuBLASLt and ``silu_mul``): 114 / 138 at 144, 168 / 176 at 256, 313 / 313 at 512, 566 / 542 at 960: many rows
+keep the tensor cores waiting for it about as long as another kernel takes. N = 5120 has too few tiles. Timing decides
+(``gemm.py``).
 
 Source: PTX ISA; the idea of equal K ranges is Stream-K (Osama et al., 2023), with the order of addition kept.
 """
@@ -38,7 +45,7 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from jev_kernels import cubin, device, tensor_maps
+from jev_kernels import cubin, device, hopper_gemm_gated, tensor_maps
 from jev_kernels.hopper_gemm import F32, I32, I64, SMEM_LIMIT, make_wgmma
 from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import (cluster_sync, cta_rank, evict_first, evict_last, fewer_registers, i32, mbar_arrive_at,
@@ -50,8 +57,9 @@ WEIGHTS = GROUPS * 64                   # weight rows of a block's tile
 THREADS = (GROUPS + 1) * 128
 MAX_TOKENS = 256                        # of a tile: wgmma's largest n
 SNAP = 5                                # K steps
+BAND = 8                                # columns of tiles that a round reads x for
+TILE_COST = 24                          # what a tile costs beside its tokens, in tokens
 CHUNK = 64                              # tokens that a warpgroup transposes and stores at a time
-STAGING = GROUPS * 2 * CHUNK * 128      # bytes: two chunks of 64 weights for each warpgroup
 CLUSTER = 2
 MAX_BLOCKS = 2 * 72                     # for the size of scratch: more multiprocessors than a Hopper GPU shows
 
@@ -70,21 +78,32 @@ lower_flag = ptx("lower_flag", void, (u64, i32),                            # (f
 
 @dataclass(frozen=True)
 class Config:
-    """``tokens`` of a tile (a multiple of 16, at most 256)."""
+    """``tokens`` of a tile (a multiple of 16, at most 256). gated: y is the MLP's activation of the product."""
     tokens: int
+    gated: bool = False
 
     @property
     def stage_bytes(self) -> int:
         return (WEIGHTS + self.tokens) * 128
 
     @property
+    def columns(self) -> int:
+        """Columns of y of a warpgroup."""
+        return 32 if self.gated else 64
+
+    @property
+    def staging(self) -> int:
+        """Bytes to transpose results in: two chunks for each warpgroup."""
+        return GROUPS * 2 * CHUNK * self.columns * 2
+
+    @property
     def stages(self) -> int:
-        return (SMEM_LIMIT - 1024 - 8 - STAGING) // (self.stage_bytes + 16)
+        return (SMEM_LIMIT - 1024 - 8 - self.staging) // (self.stage_bytes + 16)
 
     @property
     def smem(self) -> int:
         """The ring, room to transpose results, two barriers a stage and one, room to start at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + STAGING + 8 + 1024
+        return self.stages * (self.stage_bytes + 16) + self.staging + 8 + 1024
 
     def tiles(self, m: int, n: int) -> int:
         """Tiles of a pair of blocks."""
@@ -95,10 +114,19 @@ class Config:
         return CLUSTER * min(self.tiles(m, n), multiprocessors // CLUSTER)
 
 
-def choose(m: int) -> Config:
-    """As few token tiles as possible, of equal width."""
-    tiles = -(-m // MAX_TOKENS)
-    return Config(-(-m // (16 * tiles)) * 16)
+def choose(m: int, gated: bool = False) -> Config:
+    """One tile where it holds all tokens; otherwise the width that costs least, of equals the widest."""
+    if m <= MAX_TOKENS:
+        return Config(max(-(-m // 16) * 16, 128), gated)
+    return Config(min(range(MAX_TOKENS, 127, -16), key=lambda tokens: -(-m // tokens) * (tokens + TILE_COST)), gated)
+
+
+def place(tile: int, pairs: int, columns: int) -> tuple[int, int]:
+    """(pair of weight tiles, column of token tiles) of a tile: all pairs of BAND columns, then those of the next BAND;
+    neighbouring tiles are the columns of one pair."""
+    band, inside = divmod(tile, BAND * pairs)
+    pair, column = divmod(inside, min(BAND, columns - band * BAND))
+    return pair, band * BAND + column
 
 
 def boundary(total: int, steps: int, cluster: int, clusters: int) -> int:
@@ -112,11 +140,14 @@ def boundary(total: int, steps: int, cluster: int, clusters: int) -> int:
 def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[int, int, int]]:
     """(tile, first K step, end) that a cluster does, in its order: what the kernel works out, stated in Python.
 
-    With at least as many tiles as clusters a tile has at most two parts, and a part that goes on from another's sums is
-    its cluster's last, while the part before it is its cluster's first.
+    There are at least as many tiles as clusters. So a tile that is split has two parts, and the part that goes on from
+    another's sums is its cluster's last, while the part before it is the first that its cluster does of split tiles.
     """
-    first, end = (boundary(tiles * steps, steps, c, clusters) for c in (cluster, cluster + 1))
-    parts = []
+    alone = tiles // clusters * clusters
+    if alone < tiles:
+        alone -= clusters
+    parts = [(tile, 0, steps) for tile in range(cluster, alone, clusters)]
+    first, end = (alone * steps + boundary((tiles - alone) * steps, steps, c, clusters) for c in (cluster, cluster + 1))
     while end > first:
         tile = (end - 1) // steps
         start = max(first, tile * steps)
@@ -139,7 +170,8 @@ def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: 
 
 # ---------------------------------------------------------------- the tile of accumulators
 def make_tile(tokens):
-    """(save, load, store) for a 64 x tokens float32 tile of a warpgroup held as a UniTuple of tokens/2 registers.
+    """(save, load, store, store_gated) for a 64 x tokens float32 tile of a warpgroup held as a UniTuple of tokens/2
+    registers.
 
     Registers 4j, 4j+1 are weight row g = lane / 4, tokens 8j+2t, 8j+2t+1 (t = lane % 4); 4j+2, 4j+3 weight row g+8.
     The consumers of a block share a slot of scratch, four registers of each side by side.
@@ -148,8 +180,29 @@ def make_tile(tokens):
     acc = types.UniTuple(types.float32, regs)
     step = GROUPS * 128 * 16
 
-    def unpack(builder, tup):
-        return [builder.extract_value(tup, i) for i in range(regs)]
+    def unpack(builder, tup, n=regs):
+        return [builder.extract_value(tup, i) for i in range(n)]
+
+    def send_chunks(builder, args, row_bytes, write):
+        """Transpose and store a tile chunk by chunk. args: as of ``store`` from staging on; write(at, first, end): puts
+        tokens first to end into shared memory, row_bytes each."""
+        staging, lane_at, barrier, leader, y_map, y_tail, weight, token = args
+
+        def emit(text, constraints, *ops):
+            fn = ir.FunctionType(ir.VoidType(), [o.type for o in ops])
+            builder.call(ir.InlineAsm(fn, text, constraints + ",~{memory}", side_effect=True), ops)
+
+        # The chunk's buffer is free when all stores, or all but the one before this chunk, have read theirs.
+        ready = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read N; barrier.sync $1, 128; }"
+        send = ("{ .reg .pred p; fence.proxy.async.shared::cta; barrier.sync $1, 128; setp.ne.s32 p, $0, 0;"
+                " @p cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$2, {$3, $4}], [$5];"
+                " @p cp.async.bulk.commit_group; }")
+        for c, first in enumerate(range(0, tokens, CHUNK)):
+            buffer = builder.add(staging, ir.Constant(I32, c % 2 * CHUNK * row_bytes))
+            emit(ready.replace("N;", f"{min(c, 1)};"), "r,r", leader, barrier)
+            write(emit, builder.add(buffer, lane_at), first, min(first + CHUNK, tokens))
+            emit(send, "r,r,l,r,r,r", leader, barrier, y_map if first + CHUNK <= tokens else y_tail, weight,
+                 builder.add(token, ir.Constant(I32, first)), buffer)
 
     @intrinsic
     def save(typingctx, d, at):
@@ -187,33 +240,36 @@ def make_tile(tokens):
         stores, tensor maps of y with boxes of 64 weights by a whole chunk and by the last, first weight and token."""
         def codegen(context, builder, sig, args):
             v = unpack(builder, args[0])
-            staging, lane_at, barrier, leader, y_map, y_tail, weight, token = args[1:]
-
-            def emit(text, constraints, *ops):
-                fn = ir.FunctionType(ir.VoidType(), [o.type for o in ops])
-                builder.call(ir.InlineAsm(fn, text, constraints + ",~{memory}", side_effect=True), ops)
-
-            # The chunk's buffer is free when all stores, or all but the one before this chunk, have read theirs.
-            ready = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read N; barrier.sync $1, 128; }"
             matrix = ("{ .reg .b32 a, b, c, d; cvt.rn.bf16x2.f32 a, $2, $1; cvt.rn.bf16x2.f32 b, $4, $3;"
                       " cvt.rn.bf16x2.f32 c, $6, $5; cvt.rn.bf16x2.f32 d, $8, $7;"
                       " stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+OFFSET], {a, b, c, d}; }")
-            send = ("{ .reg .pred p; fence.proxy.async.shared::cta; barrier.sync $1, 128; setp.ne.s32 p, $0, 0;"
-                    " @p cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$2, {$3, $4}], [$5];"
-                    " @p cp.async.bulk.commit_group; }")
-            for c, first in enumerate(range(0, tokens, CHUNK)):
-                buffer = builder.add(staging, ir.Constant(I32, c % 2 * CHUNK * 128))
-                at = builder.add(buffer, lane_at)
-                emit(ready.replace("N;", f"{min(c, 1)};"), "r,r", leader, barrier)
-                for t in range(first, min(first + CHUNK, tokens), 16):
+
+            def write(emit, at, first, end):
+                for t in range(first, end, 16):
                     emit(matrix.replace("OFFSET", str((t - first) * 128)), "r,f,f,f,f,f,f,f,f", at,
                          *v[t // 2:t // 2 + 8])
-                emit(send, "r,r,l,r,r,r", leader, barrier, y_map if first + CHUNK <= tokens else y_tail, weight,
-                     builder.add(token, ir.Constant(I32, first)), buffer)
+
+            send_chunks(builder, args[1:], 128, write)
             return context.get_dummy_value()
         return types.void(acc, i32, i32, i32, i32, u64, u64, i32, i32), codegen
 
-    return save, load, store
+    @intrinsic
+    def store_gated(typingctx, d, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):
+        """``store`` of what ``hopper_gemm_gated.make_activation`` gives: boxes are 32 columns wide."""
+        def codegen(context, builder, sig, args):
+            v = unpack(builder, args[0], tokens // 8)
+
+            def write(emit, at, first, end):
+                for t in range(first, end, 32):                           # the last may be 16 tokens
+                    n = min(4, (end - t) // 8)
+                    emit(f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [$0+{(t - first) * 64}],"
+                         f" {{{', '.join(f'${i + 1}' for i in range(n))}}};", "r" + ",r" * n, at, *v[t // 8:t // 8 + n])
+
+            send_chunks(builder, args[1:], 64, write)
+            return context.get_dummy_value()
+        return types.void(types.UniTuple(types.uint32, tokens // 8), i32, i32, i32, i32, u64, u64, i32, i32), codegen
+
+    return save, load, store, store_gated
 
 
 # ---------------------------------------------------------------- the kernel
@@ -232,10 +288,21 @@ def kernel(config: Config) -> Kernel:
     ARRIVALS = WARPS * CLUSTER
     SLOT = GROUPS * 128 * (TOKENS // 2) * 4                     # bytes of scratch a block
     _, mma, drain, _ = make_wgmma(TOKENS, 1, 0, 0)
-    save, load, store = make_tile(TOKENS)
+    save, load, store, store_gated = make_tile(TOKENS)
+    activation = hopper_gemm_gated.make_activation(TOKENS)
+    GATED, COLUMNS, STAGING = config.gated, config.columns, config.staging
+
+    @cuda.jit(device=True, inline="always")
+    def placed(tile, pairs, columns):
+        """``place``"""
+        band = i32(tile // (BAND * pairs))
+        inside = i32(tile - band * (BAND * pairs))
+        width = min(i32(BAND), i32(columns - band * BAND))
+        return i32(inside // width), i32(band * BAND + inside % width)
 
     @cuda.jit(device=True, inline="always")
     def snapped(total, steps, cluster, clusters):
+        """``boundary``"""
         at = i32(total * cluster // clusters)
         inside = at % steps
         if inside < SNAP:
@@ -255,11 +322,17 @@ def kernel(config: Config) -> Kernel:
         rank = cta_rank()
         steps = i32(K >> 6)
         pairs = i32((N + CLUSTER * WEIGHTS - 1) // (CLUSTER * WEIGHTS))
-        tiles = i32(pairs * ((M + TOKENS - 1) // TOKENS))
+        columns = i32((M + TOKENS - 1) // TOKENS)
+        tiles = i32(pairs * columns)
         cluster = i32(cuda.blockIdx.x >> 1)
         clusters = i32(cuda.gridDim.x >> 1)
-        first = snapped(tiles * steps, steps, cluster, clusters)          # this cluster's range of all K steps
-        end = snapped(tiles * steps, steps, cluster + 1, clusters)
+        alone = i32(tiles // clusters * clusters)                         # tiles that one cluster does alone
+        if alone < tiles:
+            alone = i32(alone - clusters)
+        total = i32((tiles - alone) * steps)
+        first = i32(alone * steps + snapped(total, steps, cluster, clusters))      # its range of the others' K steps
+        end = i32(alone * steps + snapped(total, steps, cluster + 1, clusters))
+        whole = cluster
         if tid == 0:
             for s in range(STAGES):
                 mbar_init(full + s * 8, 1)
@@ -278,13 +351,21 @@ def kernel(config: Config) -> Kernel:
                     once = evict_normal()
                 phase = i32(1)                                            # a fresh barrier's previous phase is over
                 lap = i32(0)
-                while end > first:
-                    tile = i32((end - 1) // steps)
-                    start = max(first, i32(tile * steps))
-                    k = i32(start - tile * steps)
-                    stop = i32(end - tile * steps)
-                    w_row = ((tile % pairs) * CLUSTER + rank) * WEIGHTS
-                    x_row = (tile // pairs) * TOKENS + rank * HALF
+                while whole < alone or end > first:
+                    tile = whole
+                    k = i32(0)
+                    stop = steps
+                    if whole < alone:
+                        whole = i32(whole + clusters)
+                    else:
+                        tile = i32((end - 1) // steps)
+                        start = max(first, i32(tile * steps))
+                        k = i32(start - tile * steps)
+                        stop = i32(end - tile * steps)
+                        end = start
+                    pair, column = placed(tile, pairs, columns)
+                    w_row = (pair * CLUSTER + rank) * WEIGHTS
+                    x_row = column * TOKENS + rank * HALF
                     if lap == 0:
                         # First lap: weights do not depend on the previous kernel, x does.
                         lap = min(i32(STAGES), i32(stop - k))
@@ -311,7 +392,6 @@ def kernel(config: Config) -> Kernel:
                         if stage == STAGES:
                             stage = i32(0)
                             phase = i32(phase ^ 1)
-                    end = start
         else:
             more_registers()
             # Consumers touch x only through the ring, and write only after a slice of it: after the producer's wait.
@@ -325,14 +405,24 @@ def kernel(config: Config) -> Kernel:
             # Lane 8q + r writes row (token) r of the q-th 8 x 8 matrix: tokens 0 to 7 of 16 for q < 2, weights 0 to 7
             # for even q. 16-byte pieces of a row are swizzled as TMA expects.
             piece = (warp & 3) * 2 + ((lane >> 3) & 1)
-            lane_at = ((lane >> 4) * 8 + (lane & 7)) * 128 + ((piece ^ (lane & 7)) << 4)
+            lane_at = i32(((lane >> 4) * 8 + (lane & 7)) * 128 + ((piece ^ (lane & 7)) << 4))
+            if GATED:                                                     # rows of 64 bytes, one matrix is eight columns
+                lane_at = i32(lane * 64 + (((warp & 3) ^ ((lane >> 1) & 3)) << 4))
             leader = i32(1) if tid & 127 == 0 else i32(0)
-            room = staging + group * (2 * CHUNK * 128)
-            while end > first:
-                tile = i32((end - 1) // steps)
-                start = max(first, i32(tile * steps))
-                k = i32(start - tile * steps)
-                stop = i32(end - tile * steps)
+            room = staging + group * (2 * CHUNK * COLUMNS * 2)
+            while whole < alone or end > first:
+                tile = whole
+                k = i32(0)
+                stop = steps
+                if whole < alone:
+                    whole = i32(whole + clusters)
+                else:
+                    tile = i32((end - 1) // steps)
+                    start = max(first, i32(tile * steps))
+                    k = i32(start - tile * steps)
+                    stop = i32(end - tile * steps)
+                    end = start
+                pair, column = placed(tile, pairs, columns)
                 flag = own_flag - u64(CLUSTER * WARPS * 4)
                 if k > 0:
                     await_flag(flag)
@@ -352,12 +442,15 @@ def kernel(config: Config) -> Kernel:
                         phase = i32(phase ^ 1)
                 acc = drain(acc)
                 if stop == steps:
-                    store(acc, room, lane_at, group + 1, leader, y_map, y_tail,
-                          ((tile % pairs) * CLUSTER + rank) * WEIGHTS + group * 64, (tile // pairs) * TOKENS)
+                    weight = ((pair * CLUSTER + rank) * GROUPS + group) * COLUMNS
+                    if GATED:
+                        store_gated(activation(acc, (lane & 16) != 0), room, lane_at, group + 1, leader, y_map, y_tail,
+                                    weight, column * TOKENS)
+                    else:
+                        store(acc, room, lane_at, group + 1, leader, y_map, y_tail, weight, column * TOKENS)
                 else:
                     save(acc, own)
                     raise_flag(own_flag, lane)
-                end = start
             if leader:
                 stores_done()
         cluster_sync()                      # a block must not exit while the other still signals its barriers
@@ -379,24 +472,23 @@ class Scratch:
 
 
 class Plan:
-    """y[:rows] = r(x[:rows] W^T) bound to its arrays; see ``hopper_gemm.Plan``."""
+    """y[:rows] = r(x[:rows] W^T), or its activation if gated, bound to its arrays; see ``hopper_gemm.Plan``."""
 
     name = "own:wide"
 
-    def __init__(self, x, weight, y, rows: int, scratch: Scratch, multiprocessors: int = 132):
+    def __init__(self, x, weight, y, rows: int, scratch: Scratch, multiprocessors: int = 132, gated: bool = False):
         (n, k) = weight.shape
         reason = refusal(rows, n, k, multiprocessors=multiprocessors)
         if reason:
             raise ValueError(f"hopper_gemm_wide does not do {n} x {k} at {rows} rows: {reason}")
-        self.config = config = choose(rows)
+        self.config = config = choose(rows, gated)
         self.kernel = kernel(config)
         self.grid = config.grid(rows, n, multiprocessors)
-        whole = min(CHUNK, config.tokens)
-        ldy = y.strides[0] // 2
+        y_at, width, ldy, whole = address(y), n // 2 if gated else n, y.strides[0] // 2, min(CHUNK, config.tokens)
         self.arguments = (tensor_maps.matrix(address(x), rows, k, x.strides[0] // 2, config.tokens // 2),
                           tensor_maps.matrix(address(weight), n, k, weight.strides[0] // 2, WEIGHTS),
-                          tensor_maps.matrix(address(y), rows, n, ldy, whole),
-                          tensor_maps.matrix(address(y), rows, n, ldy, config.tokens % CHUNK or whole),
+                          tensor_maps.matrix(y_at, rows, width, ldy, whole, config.columns),
+                          tensor_maps.matrix(y_at, rows, width, ldy, config.tokens % CHUNK or whole, config.columns),
                           rows, n, k, address(scratch.sums), address(scratch.flags))
         self._keep = (x, weight, y, scratch)
 
@@ -406,5 +498,6 @@ class Plan:
 
 def kernels() -> dict:
     """Some configurations for the resource budget: {name: (Kernel, [cc], registers at entry, spilled bytes)}."""
-    return {f"hopper_gemm_wide_{tokens}": (kernel(Config(tokens)), [(9, 0, "a")], 65536 // THREADS // 8 * 8, 0)
-            for tokens in (128, 144, 160, 192, 208, 256)}
+    return {f"hopper_gemm_wide_{tokens}{'_gated' * gated}":
+            (kernel(Config(tokens, gated)), [(9, 0, "a")], 65536 // THREADS // 8 * 8, 0)
+            for tokens in range(128, MAX_TOKENS + 1, 16) for gated in (False, True)}

@@ -173,6 +173,7 @@ stg_u16 = ptx("stg_u16", void, (u64, u16), "st.global.b16 [$0], $1;", "l,h")
 stg = ptx("stg", void, (u64, f32), "st.global.f32 [$0], $1;", "l,f")
 stg2 = ptx("stg2", void, (u64, f32, f32), "st.global.v2.f32 [$0], {$1,$2};", "l,f,f")
 stg_u32 = ptx("stg_u32", void, (u64, u32), "st.global.b32 [$0], $1;", "l,r")
+stg_u32x2 = ptx("stg_u32x2", void, (u64, (u32, 2)), "st.global.v2.b32 [$0], {$1,$2};", "l,r,r")
 stg_u32x4 = ptx("stg_u32x4", void, (u64, (u32, 4)), "st.global.v4.b32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r")
 prefetch_l2 = ptx("prefetch_l2", void, (u64,), "prefetch.global.L2 [$0];", "l")
 

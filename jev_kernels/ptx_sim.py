@@ -78,6 +78,7 @@ def stg(address, x): _stg(address, x, np.float32)
 def stg2(address, x, y): _stg(address, (x, y), np.float32)
 def stg_u32(address, x): _stg(address, int(x) & 0xFFFFFFFF, np.uint32)
 def stg_u32x4(address, x): _stg(address, [int(v) & 0xFFFFFFFF for v in x], np.uint32)
+def stg_u32x2(address, x): stg_u32x4(address, x)
 def ldg_u16_if(address, n): return ldg_u16(address) if int(n) > 0 else np.uint16(0)
 def stg_u16_if(address, x, n): return stg_u16(address, x) if int(n) > 0 else None
 def stg_u16(address, x): _stg(address, int(x) & 0xFFFF, np.uint16)

@@ -17,6 +17,7 @@ from jev_kernels import bf16
 from jev_kernels.pool import CHUNK
 
 L2_EPS = 1e-6          # of the q and k normalisation inside the gated delta rule
+TURN = 4               # columns of the MLP's gate, then as many of its up, and so on: see ``gate_and_up``
 
 
 def exact(x: np.ndarray) -> np.ndarray:
@@ -66,9 +67,16 @@ def add_rms_norm(residual, delta, weight, eps: float, r=exact) -> tuple[np.ndarr
     return residual, rms_norm(residual, weight, eps, r)
 
 
+def gate_and_up(gate_up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(g, u) [T, I] of rows [T, 2I] that hold TURN values of g, as many of u, and so on in turn."""
+    turns = gate_up.reshape(*gate_up.shape[:-1], -1, 2, TURN)
+    width = gate_up.shape[-1] // 2
+    return turns[..., 0, :].reshape(-1, width), turns[..., 1, :].reshape(-1, width)
+
+
 def silu_mul(gate_up: np.ndarray, r=exact) -> np.ndarray:
-    """r( r(silu(g)) * u ) where g | u are the halves of a row [T, 2I]."""
-    g, u = np.split(gate_up, 2, axis=-1)
+    """r( r(silu(g)) * u ) of the g and u in a row, see ``gate_and_up``."""
+    g, u = gate_and_up(gate_up)
     return r(r(silu(g)) * u)
 
 

@@ -1,11 +1,14 @@
 """SiLU times the other half: the activation of the MLP.
 
-    a = r(silu(g)),  y = r(a * u)        silu(x) = x / (1 + exp(-x)); g | u are the halves of a row
+    a = r(silu(g)),  y = r(a * u)        silu(x) = x / (1 + exp(-x))
 
-gate_up [rows, 2 width], y [rows, width], BF16 (uint16), rows any stride apart. float32 between the two roundings.
+gate_up [rows, 2 width]: TURN columns of g, as many of u, and so on in turn; y [rows, width]; BF16 (uint16), rows any
+stride apart. float32 between the two roundings. In turns of four a 16-byte access brings values of g and the u that
+belong to them, and our GEMMs, which hold neighbouring columns in one warp, can do this in their last step
+(``silu_mul_pair``).
 
-A thread takes eight values of g and the eight of u beside them, 16 bytes each; where pointers, strides or width rule
-that out it loads them one by one: same arithmetic, same bits.
+A thread takes two pieces of four g and four u, 16 bytes each; where pointers or strides rule that out it loads them one
+by one: same arithmetic, same bits.
 
 silu is computed from e = exp(-|x|), which is at most 1: nothing overflows, the division is by a number in [1, 2], and
 for x < -88, where 1 + exp(-x) would be infinite, x e keeps the subnormal result that is left. e is the square of
@@ -25,7 +28,8 @@ from numba.cuda import types
 from jev_kernels import bf16, cubin, ptx
 from jev_kernels.launch import Kernel, aligned, live, view
 from jev_kernels.pool import LASTS, ROWS
-from jev_kernels.ptx import f32, i32, u64
+from jev_kernels.ptx import f32, i32, u32, u64
+from jev_kernels.reference import TURN
 
 THREADS = 256
 HALF_LOG2 = -0.5 / math.log(2)   # exp(-x / 2) = 2^(HALF_LOG2 x)
@@ -65,19 +69,32 @@ def silu_mul_kernel(vector: bool) -> Kernel:
     """Blocks (part of the row, row). Parameters: gate_up, its row stride, y, its row stride, live count, width."""
     _, load8_once, store8 = bf16.access(vector)
 
+    @ptx.device_function
+    def finish(x, y_at):
+        """Four results of a piece: g in two registers, u in two."""
+        a, b = silu_mul_pair(x[0], x[2]), silu_mul_pair(x[1], x[3])
+        if vector:
+            ptx.stg_u32x2(y_at, (a, b))
+        else:
+            store8(y_at, (a, b, u32(0), u32(0)), i32(TURN))
+
     def silu_mul_kernel(x_at, x_ld, y_at, y_ld, count, width):
         row = i32(cuda.blockIdx.y)
-        at = (i32(cuda.blockIdx.x) * i32(THREADS) + i32(cuda.threadIdx.x)) * 8
-        if row >= ptx.ldg_i32(count) or at >= width:
+        piece = i32(i32(cuda.blockIdx.x) * i32(2 * THREADS) + i32(cuda.threadIdx.x))
+        pieces = i32(width // TURN)
+        if row >= ptx.ldg_i32(count) or piece >= pieces:
             return
         ptx.pdl_wait()
-        x_at = x_at + u64((row * x_ld + at) * 2)
-        g = load8_once(x_at, width - at)
-        u = load8_once(x_at + u64(width * 2), width - at)
+        x_at = x_at + u64((row * x_ld + piece * 2 * TURN) * 2)
+        y_at = y_at + u64((row * y_ld + piece * TURN) * 2)
+        first = load8_once(x_at, i32(8))
+        second = first
+        if piece + THREADS < pieces:
+            second = load8_once(x_at + u64(THREADS * 16), i32(8))
         ptx.pdl_launch()
-        store8(y_at + u64((row * y_ld + at) * 2),
-               (silu_mul_pair(g[0], u[0]), silu_mul_pair(g[1], u[1]), silu_mul_pair(g[2], u[2]),
-                silu_mul_pair(g[3], u[3])), width - at)
+        finish(first, y_at)
+        if piece + THREADS < pieces:
+            finish(second, y_at + u64(THREADS * 8))
 
     return Kernel(silu_mul_kernel, types.void(u64, i32, u64, i32, u64, i32), THREADS)
 
@@ -85,18 +102,19 @@ def silu_mul_kernel(vector: bool) -> Kernel:
 def silu_mul(stream, gate_up, y, counts, last_rows: bool = False, pdl: bool = False) -> None:
     """y[:n] = r(r(silu(gate)) * up), n = counts[ROWS], or counts[LASTS] with ``last_rows``.
 
-    gate_up uint16 [capacity, 2 width], y uint16 [capacity, width], any row strides. Raises ValueError naming the
-    argument that does not fit.
+    gate_up uint16 [capacity, 2 width], y uint16 [capacity, width], any row strides, width a multiple of TURN. Raises
+    ValueError naming the argument that does not fit.
     """
     y = view("y", y, np.uint16, None, None)
     capacity, width = y.shape
     x = view("gate_up", gate_up, np.uint16, capacity, 2 * width)
     if capacity > MAX_ROWS:
         raise ValueError(f"y must have at most {MAX_ROWS} rows, not {capacity}")
+    if width % TURN:
+        raise ValueError(f"y must have a multiple of {TURN} columns, not {width}")
     if capacity and width:
-        # up starts at column ``width``, so y's own alignment of a row's end covers it
         silu_mul_kernel(aligned(x, y))(
-            stream, (-(-width // (8 * THREADS)), capacity), x.address, x.strides[0], y.address, y.strides[0],
+            stream, (-(-width // (2 * TURN * THREADS)), capacity), x.address, x.strides[0], y.address, y.strides[0],
             live(counts, LASTS if last_rows else ROWS), width, pdl=pdl)
 
 

@@ -21,7 +21,8 @@ _arenas: list[device.Arena] = []
 
 def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
     """The bytes of the map of a BF16 array at ``pointer``: dims from the fastest, strides in bytes of all but that one,
-    128B swizzle. What lies outside is read as zeros. Raises ValueError for a pointer that TMA cannot read from.
+    swizzled as the box is wide, 128 or 64 bytes. What lies outside is read as zeros. Raises ValueError for a pointer
+    that TMA cannot read from.
 
     ctypes, as the driver demands a 64-byte aligned output buffer.
     """
@@ -30,10 +31,10 @@ def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
     raw = ctypes.create_string_buffer(BYTES + 64)
     at = (ctypes.addressof(raw) + 63) & ~63
     wide, narrow, n = ctypes.c_uint64, ctypes.c_uint32, len(dims)
-    bf16, swizzle_128b, l2_256b = 9, 3, 3
+    bf16, swizzle, l2_256b = 9, {64: 3, 32: 2}[box[0]], 3
     error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(at), bf16, n, ctypes.c_void_p(pointer), (wide * n)(*dims), (wide * (n - 1))(*strides),
-        (narrow * n)(*box), (narrow * n)(*[1] * n), 0, swizzle_128b, l2_256b, 0)
+        (narrow * n)(*box), (narrow * n)(*[1] * n), 0, swizzle, l2_256b, 0)
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled: error {error}")
     return ctypes.string_at(at, BYTES)
@@ -54,19 +55,19 @@ def place(maps: bytes) -> int:
     return _placed[maps]
 
 
-def matrix_dimensions(rows: int, cols: int, stride: int, box_rows: int) -> tuple:
+def matrix_dimensions(rows: int, cols: int, stride: int, box_rows: int, box_cols: int = 64) -> tuple:
     """(dims, strides, box) for ``encode`` of a matrix [rows, cols] whose rows are ``stride`` elements apart.
 
-    The box is box_rows x 64 columns = 128 bytes a row, one line of the swizzle. Raises ValueError for what TMA cannot do.
+    The box is box_rows x 64 or 32 columns, one line of the swizzle. Raises ValueError for what TMA cannot do.
     """
     if not 0 < box_rows <= 256 or box_rows % 8:
         raise ValueError(f"a box has 8 to 256 rows, a multiple of 8: not {box_rows}")
     if stride < cols or stride % 8:
         raise ValueError(f"rows must be a multiple of 16 bytes apart and not overlap: stride {stride}, {cols} columns")
-    return (cols, rows), (stride * 2,), (64, box_rows)
+    return (cols, rows), (stride * 2,), (box_cols, box_rows)
 
 
 @lru_cache(maxsize=None)
-def matrix(pointer: int, rows: int, cols: int, stride: int, box_rows: int) -> int:
+def matrix(pointer: int, rows: int, cols: int, stride: int, box_rows: int, box_cols: int = 64) -> int:
     """Device address of the map of a matrix; see ``matrix_dimensions``."""
-    return place(encode(pointer, *matrix_dimensions(rows, cols, stride, box_rows)))
+    return place(encode(pointer, *matrix_dimensions(rows, cols, stride, box_rows, box_cols)))

@@ -28,8 +28,8 @@ def test_prints_and_writes_every_operation(export, tmp_path, capsys):
 
 
 def test_what_is_not_finite_fails(export, monkeypatch, capsys):
-    def broken(self, gate_up):
-        return gate_up[:, ::2] * float("nan")
-    monkeypatch.setattr(NumpyOps, "silu_mul", broken)
+    def broken(self, x, weight):
+        return self.linear(x, weight)[:, ::2] * float("nan")
+    monkeypatch.setattr(NumpyOps, "swiglu", broken)
     assert audit.main([str(export), "--backend", "numpy"]) == 1
     assert "not finite" in capsys.readouterr().err

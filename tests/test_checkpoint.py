@@ -169,6 +169,7 @@ def test_configuration_forms():
     ({"hidden_size": "256"}, ["hidden_size", "'256'"]),
     ({"hidden_size": True}, ["hidden_size", "True"]),
     ({"num_attention_heads": 3}, ["num_attention_heads", "num_key_value_heads"]),
+    ({"intermediate_size": 766}, ["intermediate_size", "766", "multiple of 4"]),
     ({"linear_num_value_heads": 5}, ["linear_num_value_heads", "linear_num_key_heads"]),
     ({"layer_types": [L] * 7}, ["layer_types", "8"]),
     ({"layer_types": ["sliding_attention"] * 8}, ["layer_types", L]),

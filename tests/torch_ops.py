@@ -12,7 +12,7 @@ from jev.checkpoint import ModelConfig
 from jev.row_pool import RowPool
 from jev.weights import attention_columns, gdn_columns
 from jev_kernels.pool import CHUNK
-from jev_kernels.reference import L2_EPS
+from jev_kernels.reference import L2_EPS, TURN
 
 
 def tensor(x, device) -> torch.Tensor:
@@ -34,8 +34,7 @@ class TorchOps:
     def load(self, specs, tensors, progress=None):
         held = {}
         for spec in specs:
-            pieces = [p.reshape(-1, *spec.shape[1:]) for p in spec.pieces(tensors)]
-            held[spec.key] = tensor(np.concatenate(pieces), self.device)
+            held[spec.key] = tensor(spec.stacked(tensors), self.device)
             if progress:
                 progress(held[spec.key].numel() * 2)
         return held
@@ -129,8 +128,8 @@ class TorchOps:
                 out[rows, h] = s.softmax(-1) @ v[keys, kv]
         return (out * gate.sigmoid()).flatten(1)
 
-    def silu_mul(self, gate_up):
-        g, u = gate_up.chunk(2, dim=1)
+    def swiglu(self, x, weight):
+        g, u = (part.flatten(1) for part in self.linear(x, weight).unflatten(1, (-1, 2, TURN)).unbind(2))
         return torch.nn.functional.silu(g) * u
 
     def gather_rows(self, x, pool: RowPool):

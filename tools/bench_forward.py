@@ -64,18 +64,23 @@ def floors(c: ModelConfig, rows: int) -> dict[str, float]:
     mixers = full * gemm(in_full, h) + linear * gemm(in_linear, h)
     outs = sum(gemm(h, wide if kind == "full_attention" else c.value_dim, rows if i + 1 < c.num_layers else last)
                for i, kind in enumerate(c.layer_types))
-    mlp = (c.num_layers - 1) * (gemm(2 * inter, h) + gemm(h, inter)) + gemm(2 * inter, h, last) + gemm(h, inter, last)
+    down = (c.num_layers - 1) * gemm(h, inter) + gemm(h, inter, last)
+
+    def swiglu(m):
+        return ms(2.0 * (2 * inter * h + m * h + m * inter), 4.0 * m * inter * h)
+
     # causal attention: 4 D flop per (query, key) pair and head
     pairs = rows * (rows + 1) / 2
     return {"embed": ms(2.0 * 2 * rows * h), "rms_norm": ms(2.0 * 2 * rows * h),
-            "add_rms_norm": (2 * c.num_layers - 2) * ms(2.0 * 4 * rows * h), "linear": mixers + outs + mlp,
+            "add_rms_norm": (2 * c.num_layers - 2) * ms(2.0 * 4 * rows * h), "linear": mixers + outs + down,
+            "swiglu": (c.num_layers - 1) * swiglu(rows) + swiglu(last),
             "gdn_conv_gates": linear * ms(2.0 * 2 * rows * c.conv_dim + 10.0 * rows * heads),
             "gated_delta_rule": linear * ms(2.0 * rows * (c.conv_dim + c.value_dim) + 6.0 * rows * heads,
                                             8.0 * rows * heads * c.linear_key_head_dim * c.linear_value_head_dim),
             "gated_rms_norm": linear * ms(2.0 * 3 * rows * c.value_dim),
             "qk_rope": full * ms(2.0 * 2 * rows * (wide + narrow)),
             "gated_attention": full * ms(2.0 * rows * (3 * wide + 2 * narrow), 4.0 * c.head_dim * pairs * c.num_attention_heads),
-            "silu_mul": (c.num_layers - 1) * ms(2.0 * 3 * rows * inter), "gather_rows": 0.0}
+            "gather_rows": 0.0}
 
 
 class Recorder:

@@ -17,14 +17,16 @@ import time
 from numba.cuda import types
 
 from jev_kernels import device
-from jev_kernels.gemm import OWN, RANDOM, WIDE, Gemm
+from jev_kernels.cublaslt import Key
+from jev_kernels.gemm import OWN, WIDE, Gemm
+from jev_kernels.gemm_trials import RANDOM
 from jev_kernels.graph import capture
 from jev_kernels.hopper_gemm import MAX_ROWS
 from jev_kernels.launch import Kernel
 from jev_kernels.ptx import pdl_launch, pdl_wait, ptx
 from jev_kernels.ptx_device import i64
 
-# N x K and how many of them a forward pass runs
+# N x K and how many of them a forward pass runs. "gate, up" has its activation behind it, with cuBLASLt as another launch.
 MODELS = {
     "27b": {"linear attention in": (16480, 5120, 48), "attention in": (14336, 5120, 16), "out": (5120, 6144, 64),
             "gate, up": (34816, 5120, 64), "down": (5120, 17408, 64)},
@@ -48,16 +50,16 @@ def bandwidth(stream, nbytes: int = 2 << 30) -> float:
     return best
 
 
-def row(gemm: Gemm, n: int, k: int, m: int, copy_rate: float, tflops: float) -> dict:
+def row(gemm: Gemm, n: int, k: int, gated: bool, m: int, copy_rate: float, tflops: float) -> dict:
     """All figures of one weight shape at one number of rows, us."""
-    key = (m, n, k, k, k, n)
+    key = Key(m, n, k, k, k, n, gated)
     found = gemm.admit(key)
     admitted = [c.algorithm for c in found if c.differing == 0]
     first = next((str(a) for a in gemm.blas.heuristics(key, 256)), None)
     times = gemm.measure(key, list(dict.fromkeys(admitted + ([first] if first else []))))
     blas = {name: us for name, us in times.items() if not name.startswith(OWN) and name in admitted}
     best = min(blas, key=blas.get, default=None)
-    floor = max(2 * (n * k + m * k + m * n) / copy_rate, 2 * n * k * m / (tflops * 1e12)) * 1e6
+    floor = max(2 * (n * k + m * k + m * (n // 2 if gated else n)) / copy_rate, 2 * n * k * m / (tflops * 1e12)) * 1e6
     used = min((times[name] for name in admitted), default=float("nan"))
     return {"n": n, "k": k, "rows": m, OWN: times.get(OWN), WIDE: times.get(WIDE),
             "cublaslt": blas.get(best), "algorithm": best, "first": times.get(first), "floor": floor,
@@ -90,7 +92,8 @@ def chain(gemm: Gemm, m: int, layers: int = 6, repeats: int = 5) -> dict:
             RANDOM(gemm.stream, 1056, w, i, 0.0)
         RANDOM(gemm.stream, 1056, x, 99, 0.0)
         name = OWN if m <= MAX_ROWS else WIDE
-        plans = [(gemm.bind(name, x[:, :k], w, y[:, :n], m), cycles)
+        plans = [(gemm.bind_gated(name, x[:, :k], w, None, y[:, :n // 2], m, None) if n == 34816 else
+                  gemm.bind(name, x[:, :k], w, y[:, :n], m), cycles)
                  for layer in weights for w, (n, k, cycles) in zip(layer, parts)]
 
         def launch(pdl):
@@ -132,10 +135,11 @@ def main(arguments=None) -> None:
           f"{'share':>6}  bits", flush=True)
     rows, results = [int(m) for m in options.rows.split(",")], []
     started = time.perf_counter()
-    for n, k, _ in MODELS[options.model].values():
-        gemm.trial(n, k, max(rows))
+    for what, (n, k, _) in MODELS[options.model].items():
+        gated = what == "gate, up"
+        gemm.trial(Key(max(rows), n, k, k, k, n, gated))
         for m in rows:
-            r = row(gemm, n, k, m, copy_rate, options.tflops)
+            r = row(gemm, n, k, gated, m, copy_rate, options.tflops)
             results.append(r)
             cells = " ".join(f"{r[w]:8.1f}" if r[w] else "       -" for w in (OWN, WIDE, "cublaslt", "first"))
             print(f"{n:>6} x {k:<5} {m:>5} {cells} {r['floor']:8.1f} {r['share']:6.2f}  "

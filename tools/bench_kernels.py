@@ -247,7 +247,7 @@ def activation(s: Shapes):
     def peer():
         from torch.nn.functional import silu as torch_silu
         xs = [as_torch(v) for v in x]
-        return lambda i: torch_silu(xs[i][:, :inner]) * xs[i][:, inner:]
+        return lambda i: torch_silu(xs[i][:, :inner]) * xs[i][:, inner:]        # halves, as Transformers has them
 
     yield Case("silu_mul", rows, nbytes, lambda i, pdl: silu.silu_mul(s.stream, x[i], y[i], s.n, pdl=pdl), sets, error,
                s.peer(peer))

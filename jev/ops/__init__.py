@@ -36,6 +36,9 @@ class Ops(Protocol):
     def linear(self, x: Matrix, weight) -> Matrix:
         """x W^T, float32 accumulation or better, one rounding."""
 
+    def swiglu(self, x: Matrix, weight) -> Matrix:
+        """[rows, intermediate]: silu(gate) * up of ``linear``'s columns, one operation because a GEMM can do it all."""
+
     def gdn_conv_gates(self, projected: Matrix, conv, a_log, dt_bias, pool: RowPool) -> tuple[Matrix, Matrix, Matrix]:
         """What the delta rule takes, in one operation because it is one launch on a GPU: (qkv, g, beta). Keeps projected.
 
@@ -54,9 +57,6 @@ class Ops(Protocol):
 
     def gated_attention(self, projected: Matrix, pool: RowPool) -> Matrix:
         """[rows, heads * head_dim]: causal attention along each path, times sigmoid of the gate columns."""
-
-    def silu_mul(self, gate_up: Matrix) -> Matrix:
-        """[rows, intermediate]: silu(gate) * up of the two halves of a row."""
 
     def gather_rows(self, x: Matrix, pool: RowPool) -> Matrix:
         """[sequences, width]: the last row of each sequence, in the order in which they were given."""

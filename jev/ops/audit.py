@@ -34,8 +34,8 @@ class AuditOps:
     ``audited`` must have ``values(x)``: an activation as a float64 copy on the host. ``records`` maps operation names
     to the records of its calls, in order; an operation with two outputs has one record per output and call.
     """
-    OPERATIONS = ("embed", "rms_norm", "add_rms_norm", "linear", "gdn_conv_gates", "gated_delta_rule",
-                  "gated_rms_norm", "qk_rope", "gated_attention", "silu_mul", "gather_rows")
+    OPERATIONS = ("embed", "rms_norm", "add_rms_norm", "linear", "swiglu", "gdn_conv_gates", "gated_delta_rule",
+                  "gated_rms_norm", "qk_rope", "gated_attention", "gather_rows")
 
     def __init__(self, audited: Ops, reference: NumpyOps):
         self.audited, self.reference = audited, reference

@@ -11,7 +11,7 @@ pass can be captured into a graph; nothing is allocated and nothing waits. Activ
 ``conv``        [rows, conv_dim]                            q | k | v of linear attention
 ``g, beta``     [rows, value heads]                         float32 log decay, BF16 write strength
 ``mixed``       [rows, widest mixer]                        output of a mixer
-``gate_up``     [rows, 2 * intermediate]
+``gate_up``     [rows, 2 * intermediate]                    unless the GEMM goes on to ``act`` by itself
 ``act``         [rows, intermediate]                        silu(gate) * up
 ``delta``       [rows, hidden]                              what a GEMM adds to the residual
 ==============  ==========================================  ==========================================================
@@ -30,7 +30,7 @@ import numpy as np
 from jev.checkpoint import ModelConfig
 from jev.ops.buckets import MAX_SLOTS, Bucket
 from jev.weights import attention_columns, gdn_columns, in_proj_width
-from jev_kernels import attention, bf16, device, embed, gdn, gdn_conv, reference, rms_norm, rope, silu
+from jev_kernels import attention, bf16, device, embed, gdn, gdn_conv, reference, rms_norm, rope
 from jev_kernels.device import array_bytes
 from jev_kernels.gemm import Gemm
 from jev_kernels.launch import address
@@ -56,9 +56,7 @@ class CudaWeights:
         self = cls(specs)
         with device.Uploader() as uploader:
             for spec in specs:
-                pieces = [p.reshape(-1, *spec.shape[1:]) if p.ndim != len(spec.shape) else p
-                          for p in spec.pieces(tensors)]
-                uploader.upload(self.held[spec.key].array, pieces, progress)
+                uploader.upload(self.held[spec.key].array, spec.rows(tensors), progress, spec.turn)
         return self
 
 
@@ -230,17 +228,30 @@ class CudaOps:
     def linear(self, x, weight: Weight):
         def make():
             prefix, name = self._prefix(x), weight.key.rsplit(".", 1)[1]
+            target = self.activations[prefix + "delta"]
             if name == "in_proj":
                 kind = self.config.layer_types[int(weight.key.split(".")[1])]
                 target = self.activations[f"projected/{kind}"]
-            else:
-                target = self.activations[prefix + ("gate_up" if name == "gate_up" else "delta")]
-            rows = self.bucket.lasts if prefix else self.bucket.rows
-            return self.gemm.linear_plan(x, weight.array, target, rows), target
+            return self.gemm.linear_plan(x, weight.array, target, self._capacity(prefix)), target
 
         plan, target = self._plan((weight.key, address(x)), make)
         self._launch(plan)
         return target
+
+    def swiglu(self, x, weight: Weight):
+        def make():
+            prefix = self._prefix(x)
+            target = self.activations[prefix + "act"]
+            return self.gemm.swiglu_plan(x, weight.array, self.activations[prefix + "gate_up"], target,
+                                         self._capacity(prefix), self.counts[prefix]), target
+
+        plan, target = self._plan((weight.key, address(x)), make)
+        self._launch(plan)
+        return target
+
+    def _capacity(self, prefix: str) -> int:
+        """Rows of the buffers with this prefix."""
+        return self.bucket.lasts if prefix else self.bucket.rows
 
     def gdn_conv_gates(self, projected, conv: Weight, a_log: Weight, dt_bias: Weight, pool):
         qkv, b, a = (self._part("linear_attention", name, self.bucket.rows) for name in ("qkv", "b", "a"))
@@ -273,12 +284,6 @@ class CudaOps:
         plan = self._plan("attention", lambda: attention.Plan(q, k, v, gate, out, m["counts"], m["tiles"], m["paths"]))
         self._launch(plan)
         return out
-
-    def silu_mul(self, gate_up):
-        prefix = self._prefix(gate_up)
-        y = self.activations[prefix + "act"]
-        self._launch(silu.silu_mul, gate_up, y, self.counts[prefix])
-        return y
 
     def gather_rows(self, x, pool):
         name = next(n for n, a in self.activations.items() if a is x)

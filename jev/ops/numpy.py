@@ -53,8 +53,7 @@ class NumpyOps:
     def load(self, specs, tensors, progress=None):
         held = {}
         for spec in specs:
-            pieces = [p.reshape(-1, *spec.shape[1:]) for p in spec.pieces(tensors)]
-            stacked = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)       # a single one stays a mapped file
+            stacked = spec.stacked(tensors)
             held[spec.key] = widened(stacked) if self.resident else stacked
             if progress:
                 progress(stacked.size * 2)
@@ -133,8 +132,8 @@ class NumpyOps:
         x = projected[:, self.attention[name]]
         return x.reshape(len(x), -1, self.config.head_dim)
 
-    def silu_mul(self, gate_up):
-        return by_rows(lambda x: reference.silu_mul(x, self.r), gate_up)
+    def swiglu(self, x, weight):
+        return by_rows(lambda x: reference.silu_mul(x, self.r), self.linear(x, weight))
 
     def gather_rows(self, x, pool: RowPool):
         return reference.gather_rows(x, pool.last_rows)

@@ -7,17 +7,19 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
 
 from jev.checkpoint import ModelConfig
 from jev.weights import attention_columns, gdn_columns
+from jev_kernels.reference import TURN
 from tests.parity_reference import text_config
 
 
 def state_dict(config: ModelConfig, held: dict) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors as views of the stacked weights on the GPU (q_proj, which is interleaved, as a copy)."""
+    """The checkpoint's tensors as views of the stacked weights on the GPU (those that are interleaved on
+    one side as copies: q_proj, gate_proj, up_proj)."""
     w = {key: torch.as_tensor(weight.array, device="cuda").view(torch.bfloat16) for key, weight in held.items()}
     out = {"embed_tokens.weight": w["embed"], "norm.weight": w["norm"]}
     h, d = config.hidden_size, config.head_dim
     for i, kind in enumerate(config.layer_types):
         at = f"layers.{i}."
-        gate, up = w[at + "gate_up"].chunk(2)
+        gate, up = (part.flatten(0, 1) for part in w[at + "gate_up"].unflatten(0, (-1, 2, TURN)).unbind(1))
         out |= {at + "input_layernorm.weight": w[at + "input_norm"], at + "post_attention_layernorm.weight": w[at + "post_norm"],
                 at + "mlp.gate_proj.weight": gate, at + "mlp.up_proj.weight": up, at + "mlp.down_proj.weight": w[at + "down_proj"]}
         p = w[at + "in_proj"]

@@ -75,7 +75,8 @@ def test_every_operation_is_near_float64(small):
     backbone.forward(audited, paired(model, weights), pool)
     assert set(audited.records) == set(AuditOps.OPERATIONS)
     # Several roundings in a row where there is a gate; tests of the kernels hold each to its own limit.
-    limits = {"embed": 0, "gather_rows": 0, "gated_attention": 3.5e-3, "gated_delta_rule": 4e-3, "gated_rms_norm": 3.5e-3}
+    limits = {"embed": 0, "gather_rows": 0, "gated_attention": 3.5e-3, "gated_delta_rule": 4e-3, "gated_rms_norm": 3.5e-3,
+              "swiglu": 4.5e-3}
     for name, records in audited.records.items():
         worst = max(r.relative for r in records)
         assert worst <= limits.get(name, 3e-3), (name, worst)

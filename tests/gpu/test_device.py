@@ -63,12 +63,25 @@ def test_upload_joins_chunks_in_order(gpu):
         uploader.finish()
         assert np.array_equal(first.copy_to_host(), whole) and np.array_equal(second.copy_to_host(), whole)
         assert sum(seen) == whole.nbytes
-        with pytest.raises(ValueError, match="hold more than"):
+        with pytest.raises(ValueError, match="has 20"):
             uploader.upload(arena.take(10), [whole])
         with pytest.raises(ValueError, match="has 100"):
             uploader.upload(arena.take(50), [whole[:49]])
         with pytest.raises(ValueError, match="float32"):
             uploader.upload(arena.take(50), [np.zeros(25, np.float32)])
+
+
+def test_upload_takes_turns(gpu):
+    rng = np.random.default_rng(1)
+    parts = [rng.integers(0, 65536, (4096, 640), np.uint16) for _ in range(2)]
+    want = np.stack([p.reshape(-1, 4, 640) for p in parts], 1).reshape(-1, 640)
+    with device.Arena(2 * want.nbytes + 4096, "test") as arena, device.Uploader(8 << 20, 2, 3) as uploader:
+        target, seen = arena.take(want.shape), []
+        uploader.upload(target, parts, seen.append, turn=4)
+        uploader.finish()
+        assert np.array_equal(target.copy_to_host(), want) and sum(seen) == want.nbytes and len(seen) > 2
+        with pytest.raises(ValueError, match="turns of 3"):
+            uploader.upload(target, parts, turn=3)
 
 
 def test_upload_speed_from_the_page_cache(gpu, tmp_path):

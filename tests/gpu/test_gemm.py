@@ -8,7 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jev_kernels import device, gemm as gemms, hopper_gemm            # noqa: E402
+from jev_kernels import device, gemm_trials, hopper_gemm, silu        # noqa: E402
+from jev_kernels.cublaslt import Key                                   # noqa: E402
 from jev_kernels.gemm import OWN, WIDE, Gemm, NoAlgorithm              # noqa: E402
 from jev_kernels.graph import capture                                  # noqa: E402
 from tests.gpu import sanitizer                                        # noqa: E402
@@ -56,8 +57,8 @@ def test_float64_poison_guards_and_invariance(gemm, n, k):
     with device.Arena(2 * (n * k + most * (k + 64) + 2 * (most + 8) * (n + 64)) + 4096, "test") as arena:
         w, wide_x = arena.take((n, k)), arena.take((most, k + 64))
         whole, wide = arena.take((most, n)), arena.take((most + 8, n + 64))
-        gemms.RANDOM(gemm.stream, 1056, w, 5, 0.0)
-        gemms.RANDOM(gemm.stream, 1056, wide_x, 7, 2.0)
+        gemm_trials.RANDOM(gemm.stream, 1056, w, 5, 0.0)
+        gemm_trials.RANDOM(gemm.stream, 1056, wide_x, 7, 2.0)
         x, y = wide_x[:, 32:32 + k], wide[:, 32:32 + n]                    # slices: rows further apart than long
         gemm.linear_plan(x, w, whole, most)(gemm.stream)
         gemm.stream.synchronize()
@@ -79,7 +80,7 @@ def test_own_kernel_has_the_bits_of_cublaslt(gemm, n, k):
     if not gemm.gpu.hopper:
         pytest.skip("our kernel needs Hopper")
     for m in (107, 128, 208, 300):
-        found = gemm.admit((m, n, k, k, k, n))
+        found = gemm.admit(Key(m, n, k, k, k, n))
         own = {c.algorithm: c.differing for c in found if c.algorithm.startswith(OWN)}
         assert own == ({OWN: 0} if m <= hopper_gemm.MAX_ROWS else {WIDE: 0}), f"{m} rows: {own}"
         equal = [c for c in found if c.algorithm not in own and c.differing == 0]
@@ -90,7 +91,7 @@ def test_own_kernel_has_the_bits_of_cublaslt(gemm, n, k):
 def test_admission_refuses_another_order(gemm):
     """The check can fail: split-K algorithms add up in pieces, and are seen to differ."""
     n, k, m = 5120, 17408, 107
-    key = (m, n, k, k, k, n)
+    key = Key(m, n, k, k, k, n)
     split = [a for a in gemm.blas.heuristics(key, 256, split=True) if a.split_k > 1]
     assert split, "cuBLASLt proposed no split-K algorithm"
     assert not any(str(a) in gemm.candidates(key) for a in split)
@@ -104,7 +105,7 @@ def test_nothing_admitted_is_an_error(gemm, monkeypatch):
         str(a) for a in gemm.blas.heuristics(key, alignment, split=True) if a.split_k > 1])
     gemm.reference(5120, 17408)
     with pytest.raises(NoAlgorithm, match="5120 x 17408 at 99 rows"):
-        gemm.choice((99, 5120, 17408, 17408, 17408, 5120))
+        gemm.choice(Key(99, 5120, 17408, 17408, 17408, 5120))
     gemm.release()
 
 
@@ -118,7 +119,7 @@ def test_choices_are_kept(gpu, tmp_path):
     second = Gemm(gpu, cache=path)
     second.trial = None                                                    # would fail if it were needed
     for m in (64, 256):
-        choice = second.choice((m, n, k, k, k, n))
+        choice = second.choice(Key(m, n, k, k, k, n))
         assert [choice.algorithm, choice.us] == kept[f"{m}/4096/4096/4096/256"] and choice.us > 1
     path.write_text("{")
     with pytest.warns(UserWarning, match="measured again"):
@@ -148,7 +149,7 @@ def test_dependent_chain_and_graph(gemm, m, algorithm):
     with device.Arena(sum(device.array_bytes(s) for s in zip(widths[1:], widths)), "weights") as arena:
         weights = [arena.take(s) for s in zip(widths[1:], widths)]
         for i, w in enumerate(weights):
-            gemms.RANDOM(stream, 1056, w, i, 0.0)
+            gemm_trials.RANDOM(stream, 1056, w, i, 0.0)
             stream.synchronize()
             values(w).mul_(w.shape[1] ** -0.5)
         torch.cuda.synchronize()
@@ -158,7 +159,7 @@ def test_dependent_chain_and_graph(gemm, m, algorithm):
         assert graph.nodes == len(widths) - 1
         for i in range(40):
             for chain in (plain, early, captured):
-                gemms.RANDOM(stream, 1056, chain.x, 100 + i, 1.0)
+                gemm_trials.RANDOM(stream, 1056, chain.x, 100 + i, 1.0)
             plain.run(stream, False)
             early.run(stream, True)
             graph.launch(stream)
@@ -174,11 +175,11 @@ def test_wide_kernel_small_and_ragged(gemm):
     if not gemm.gpu.hopper:
         pytest.skip("our kernel needs Hopper")
     for m, n, k in ((129, 8, 64), (130, 264, 128), (200, 1032, 320), (257, 392, 1024), (311, 17000, 576),
-                    (384, 20000, 192), (700, 9000, 512)):
+                    (384, 20000, 192), (700, 9000, 512), (2432, 17000, 192)):
         with device.Arena(2 * (n * k + m * k + 2 * (m + 8) * n) + 4096, "test") as arena:
             w, x, y = arena.take((n, k)), arena.take((m, k)), arena.take((m + 8, n))
-            gemms.RANDOM(gemm.stream, 1056, w, 5, 0.0)
-            gemms.RANDOM(gemm.stream, 1056, x, 7, 1.0)
+            gemm_trials.RANDOM(gemm.stream, 1056, w, 5, 0.0)
+            gemm_trials.RANDOM(gemm.stream, 1056, x, 7, 1.0)
             plan, first = gemm.bind(WIDE, x, w, y, m), None
             for _ in range(3):
                 device.fill(y, POISON, gemm.stream)
@@ -188,6 +189,91 @@ def test_wide_kernel_small_and_ragged(gemm):
                 assert (got[m:] == POISON).all() and (first is None or torch.equal(first, got)), (m, n, k)
                 first = got
             assert error(y[:m], x, w) < 3e-3, (m, n, k)
+
+
+class Gated:
+    """An MLP's first product: x, weights, the product, its activation with room around it, and the pool's counts."""
+
+    def __init__(self, gemm, m, n, k, spread=1.0):
+        self.gemm, self.m, self.n = gemm, m, n
+        shapes = (n, k), (m, k), (m, n), (m, n // 2), (m + 8, -(-n // 16) * 8 + 64)
+        self.arena = device.Arena(sum(map(device.array_bytes, shapes)) + 2048, "test")
+        self.w, self.x, self.product, self.expected, self.wide = (self.arena.take(s) for s in shapes)
+        self.counts = self.arena.take(16, np.int32)
+        device.fill(self.counts, m, gemm.stream)
+        gemm_trials.RANDOM(gemm.stream, 1056, self.w, 5, 0.0)
+        gemm_trials.RANDOM(gemm.stream, 1056, self.x, 7, spread)
+        gemm.stream.synchronize()
+        values(self.w).mul_(2 * k ** -0.5)                                 # gates of some size, not all saturated
+
+    def run(self, plan, what):
+        """The activation after a check that nothing beside it was written."""
+        device.fill(self.wide, POISON, self.gemm.stream)
+        plan(self.gemm.stream)
+        self.gemm.stream.synchronize()
+        got, width = bits(self.wide), self.n // 2
+        assert (got[self.m:] == POISON).all(), f"{what}: rows below were written"
+        assert (got[:, :32] == POISON).all() and (got[:, 32 + width:] == POISON).all(), f"{what}: columns beside"
+        return got[:self.m, 32:32 + width].clone()
+
+    def two_steps(self, algorithm):
+        """The same by a GEMM and ``silu_mul``."""
+        self.gemm.bind(algorithm, self.x, self.w, self.product, self.m)(self.gemm.stream)
+        silu.silu_mul(self.gemm.stream, self.product, self.expected, self.counts)
+        self.gemm.stream.synchronize()
+        return bits(self.expected)
+
+    @property
+    def y(self):
+        return self.wide[:, 32:32 + self.n // 2]
+
+
+GATED = [(OWN, m, n, k) for m, n, k in ((1, 34816, 5120), (107, 34816, 5120), (128, 24576, 4096), (77, 264, 256), (5, 8, 128),
+                                        (64, 2056, 384), (65, 40, 128), (33, 4360, 256))]
+GATED += [(WIDE, m, n, k) for m, n, k in ((129, 16, 64), (144, 34816, 5120), (250, 34816, 5120), (200, 1040, 320), (257, 400, 1024),
+                                          (311, 17008, 576), (790, 24576, 4096), (2334, 34816, 512), (520, 9008, 512))]
+
+
+@pytest.mark.parametrize("algorithm,m,n,k", GATED)
+def test_activation_in_the_product(gemm, algorithm, m, n, k):
+    """The bits of the GEMM followed by silu_mul, nothing written beside them, three times; and near float64."""
+    if not gemm.gpu.hopper:
+        pytest.skip("our kernels need Hopper")
+    p = Gated(gemm, m, n, k)
+    with p.arena:
+        want = p.two_steps(algorithm)
+        plan = gemm.bind_gated(algorithm, p.x, p.w, p.product, p.y, m, p.counts)
+        for _ in range(3):
+            assert torch.equal(p.run(plan, (algorithm, m, n, k)), want)
+        pairs = (values(p.x).double() @ values(p.w).double().t()).unflatten(1, (-1, 2, 4))
+        exact = torch.nn.functional.silu(pairs[:, :, 0]) * pairs[:, :, 1]
+        got = values(p.expected).double().unflatten(1, (-1, 4))
+        assert ((got - exact).norm() / exact.norm()).item() < 4.5e-3
+
+
+@pytest.mark.parametrize("n,k", [(34816, 5120), (24576, 4096), (1040, 320)])
+def test_swiglu_has_the_same_bits_at_every_number_of_rows(gemm, n, k):
+    most = 2048
+    p = Gated(gemm, most, n, k, spread=2.0)
+    with p.arena:
+        whole = p.run(gemm.swiglu_plan(p.x, p.w, p.product, p.y, most, p.counts), most)
+        for m in (1, 63, 107, 128, 139, 250, 256, 700):
+            p.m = m
+            plan = gemm.swiglu_plan(p.x, p.w, p.product, p.y, m, p.counts)
+            device.fill(p.counts, m, gemm.stream)
+            assert torch.equal(p.run(plan, m), whole[:m]), f"{m} rows: other bits ({plan.name})"
+        with pytest.raises(ValueError, match="y: "):
+            gemm.swiglu_plan(p.x, p.w, p.product, p.product, 4, p.counts)
+
+
+def test_admission_sees_another_order_through_the_activation(gemm):
+    n, k, m = 5120, 17408, 107
+    key = Key(m, n, k, k, k, n, gated=True)
+    split = [str(a) for a in gemm.blas.heuristics(key, 256, split=True) if a.split_k > 1]
+    found = gemm.admit(key, candidates=split)
+    assert found and all(c.differing > 100 for c in found), found
+    assert all(c.differing == 0 for c in gemm.admit(key) if c.algorithm == OWN)
+    gemm.release()
 
 
 def test_a_plan_names_what_is_wrong(gemm):
@@ -204,8 +290,8 @@ def test_small_shapes(gemm):
     for n, k, m in ((8, 64, 5), (256, 256, 77), (1032, 192, 128), (2056, 320, 33), (512, 1024, 300)):
         with device.Arena(2 * (n * k + m * k + m * n) + 2048, "test") as arena:
             w, x, y = arena.take((n, k)), arena.take((m, k)), arena.take((m, n))
-            gemms.RANDOM(gemm.stream, 1056, w, 5, 0.0)
-            gemms.RANDOM(gemm.stream, 1056, x, 7, 1.0)
+            gemm_trials.RANDOM(gemm.stream, 1056, w, 5, 0.0)
+            gemm_trials.RANDOM(gemm.stream, 1056, x, 7, 1.0)
             device.fill(y, POISON, gemm.stream)
             gemm.linear_plan(x, w, y, m)(gemm.stream)
             gemm.stream.synchronize()
@@ -215,7 +301,7 @@ def test_small_shapes(gemm):
 def test_random_data_are_what_they_say(gemm):
     with device.Arena(4 << 20, "test") as arena:
         a = arena.take((1000, 1024))
-        gemms.RANDOM(gemm.stream, 1056, a, 3, 0.0)
+        gemm_trials.RANDOM(gemm.stream, 1056, a, 3, 0.0)
         gemm.stream.synchronize()
         v = values(a).float()
         assert abs(v.mean().item()) < 0.01 and abs(v.std().item() - 1) < 0.01 and np.isfinite(v.cpu().numpy()).all()
@@ -225,14 +311,17 @@ def test_random_data_are_what_they_say(gemm):
 def one_pass() -> None:
     """Both kernels of ours once, with every kind of edge, for compute-sanitizer."""
     gemm = Gemm(device.find_device(), tune=False)
-    for name, m, n, k in ((OWN, 77, 264, 256), (OWN, 40, 34816, 64), (WIDE, 130, 264, 128), (WIDE, 200, 17000, 192)):
+    for name, m, n, k in ((OWN, 77, 264, 256), (OWN, 40, 34816, 64), (WIDE, 130, 272, 128), (WIDE, 200, 17008, 192)):
         with device.Arena(2 * (n * k + m * k + m * n) + 2048, "test") as arena:
             w, x, y = arena.take((n, k)), arena.take((m, k)), arena.take((m, n))
-            gemms.RANDOM(gemm.stream, 1056, w, 5, 0.0)
-            gemms.RANDOM(gemm.stream, 1056, x, 7, 1.0)
+            gemm_trials.RANDOM(gemm.stream, 1056, w, 5, 0.0)
+            gemm_trials.RANDOM(gemm.stream, 1056, x, 7, 1.0)
             gemm.bind(name, x, w, y, m)(gemm.stream)
             gemm.stream.synchronize()
             assert error(y, x, w) < 3e-3, (name, m, n, k)
+            gemm.bind_gated(name, x, w, None, y[:, :n // 2], m, None)(gemm.stream)
+            gemm.stream.synchronize()
+            assert torch.isfinite(values(y)[:, :n // 2]).all()
     print("one pass: ok")
 
 

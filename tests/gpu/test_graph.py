@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jev_kernels import device
-from jev_kernels.gemm import RANDOM
+from jev_kernels.gemm_trials import RANDOM
 from jev_kernels.graph import CaptureError, capture
 
 pytestmark = pytest.mark.gpu

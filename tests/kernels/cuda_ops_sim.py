@@ -17,7 +17,7 @@ from jev.cuda_backbone import CudaBackbone
 from jev.ops.buckets import Bucket
 from jev.ops.cuda import Buffers, CudaWeights
 from jev.weights import assemble, specs
-from jev_kernels import bf16
+from jev_kernels import bf16, silu
 from jev_kernels.cublaslt import layout
 from jev_kernels.device import ALIGNMENT, array_bytes  # noqa: F401  part of what ``device`` has
 
@@ -97,6 +97,14 @@ class Gemm:
                 y[row] = bf16.from_float64(wide @ bf16.to_float32(x[row].copy_to_host()))
         return plan
 
+    def swiglu_plan(self, x, weight, gate_up, y, rows: int, counts):
+        linear = self.linear_plan(x, weight, gate_up, rows)
+
+        def plan(stream, pdl: bool = False) -> None:
+            linear(stream)
+            silu.silu_mul(stream, gate_up, y, counts, pdl=pdl)
+        return plan
+
 
 class Backbone(CudaBackbone):
     """A CudaBackbone over the checkpoint's ``tensors``, with these buckets, launching kernel by kernel."""
@@ -108,8 +116,7 @@ class Backbone(CudaBackbone):
         needed = specs(config)
         self.weights = CudaWeights(needed)
         for spec in needed:
-            pieces = [piece.reshape(-1, *spec.shape[1:]) for piece in spec.pieces(tensors)]
-            self.weights.held[spec.key].array[:] = np.concatenate(pieces)
+            self.weights.held[spec.key].array[:] = spec.stacked(tensors)
         self.model = assemble(self.weights.held, config)
         self.buffers = Buffers(config, buckets, max_length)
         self.host_metadata = pinned(max(b.size for b in buckets), np.int32)

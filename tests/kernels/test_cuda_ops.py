@@ -22,9 +22,10 @@ from tests.kernels import cuda_ops_sim
 
 LENGTH = 96
 # Records of an operation: one for each output and call. Limits are those of tests/gpu/test_backbone.py.
-RECORDS = {"embed": 1, "rms_norm": 1, "add_rms_norm": 8, "linear": 8, "gdn_conv_gates": 3, "gated_delta_rule": 1,
-           "gated_rms_norm": 1, "qk_rope": 1, "gated_attention": 1, "silu_mul": 2, "gather_rows": 2}
-LIMITS = {"embed": 0, "gather_rows": 0, "gated_attention": 3.5e-3, "gated_delta_rule": 4e-3, "gated_rms_norm": 3.5e-3}
+RECORDS = {"embed": 1, "rms_norm": 1, "add_rms_norm": 8, "linear": 6, "swiglu": 2, "gdn_conv_gates": 3, "gated_delta_rule": 1,
+           "gated_rms_norm": 1, "qk_rope": 1, "gated_attention": 1, "gather_rows": 2}
+LIMITS = {"embed": 0, "gather_rows": 0, "gated_attention": 3.5e-3, "gated_delta_rule": 4e-3, "gated_rms_norm": 3.5e-3,
+          "swiglu": 4.5e-3}
 LIMIT = 3e-3
 
 

@@ -9,7 +9,7 @@ from tests.kernels import checks
 
 
 @pytest.mark.parametrize("width, where",
-                         [(64, {}), (72, {"ld": 160}), (61, {}), (64, {"offset": 1}), (1, {}), (2056, {})])
+                         [(64, {}), (72, {"ld": 160}), (60, {}), (64, {"offset": 1}), (4, {}), (2056, {}), (4096, {})])
 def test_silu_mul(width, where):
     checks.check_silu_mul(np.random.default_rng(0), 3, width, capacity=4, **where)
 
@@ -25,18 +25,19 @@ def test_every_exponent_of_the_gate():
     """Both signs, all 256 exponents: subnormal results, saturation, infinities, NaN."""
     gate = (np.arange(512, dtype=np.uint16) << 7 | 0x25).reshape(2, 256)
     up = checks.values(np.random.default_rng(2), 2, 256)
-    checks.check_silu_mul(np.random.default_rng(2), 2, 256, data=np.concatenate([gate, up], 1))
+    checks.check_silu_mul(np.random.default_rng(2), 2, 256, data=checks.in_turn(gate, up))
 
 
 def test_gates_where_exp_leaves_float32():
     gate = checks.bf16.from_float64(np.linspace(-110, -80, 256)).reshape(2, 128)
     up = np.full((2, 128), 0x3F80, np.uint16)
-    checks.check_silu_mul(np.random.default_rng(2), 2, 128, data=np.concatenate([gate, up], 1))
+    checks.check_silu_mul(np.random.default_rng(2), 2, 128, data=checks.in_turn(gate, up))
 
 
 def test_refusals():
     counts, y = checks.counts(rows=2), cuda.to_device(np.zeros((2, 64), np.uint16))
     for name, x, out in (("gate_up", np.zeros((2, 127), np.uint16), y), ("gate_up", np.zeros((3, 128), np.uint16), y),
-                         ("gate_up", np.zeros((2, 128), np.float32), y), ("y", np.zeros((2, 128), np.uint16), counts)):
+                         ("gate_up", np.zeros((2, 128), np.float32), y), ("y", np.zeros((2, 128), np.uint16), counts),
+                         ("y", np.zeros((2, 124), np.uint16), cuda.to_device(np.zeros((2, 62), np.uint16)))):
         with pytest.raises(ValueError, match=f"^{name} "):
             silu.silu_mul(0, cuda.to_device(x), out, counts)
