@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from jev_kernels.silu import silu_mul
 
 VERSION = 2                    # of the candidates, the admission and the timing: part of the cache's key
 MAX_CANDIDATES = 12
+SMALL_BYTES = 8 << 20          # of a weight
 OWN, WIDE = "own", "own:wide"  # our kernel for few rows, and for more
 
 
@@ -153,7 +154,7 @@ class Gemm:
     """All GEMMs of one GPU: admits, times, remembers, and binds plans.
 
     cache   file for the choices, or None
-    tune    time the admitted candidates; otherwise the first admitted one is taken
+    tune    time the admitted candidates, except for small weights; otherwise the first admitted one is taken
     """
 
     def __init__(self, gpu: device.Device, cache=None, tune: bool = True):
@@ -258,22 +259,26 @@ class Gemm:
 
     def _remembered(self, key: Key, alignment: int) -> Choice | None:
         kept = self.cache.get(*self._entry(key, alignment))
-        if kept is not None and (kept[1] is not None or not self.tune) and self._usable(key, kept[0]):
+        if kept is not None and (kept[1] is not None or not self._timed(key)) and self._usable(key, kept[0]):
             return Choice(*kept)
         return None
 
     def _choose(self, key: Key, alignment: int) -> Choice:
         shape, entry = self._entry(key, alignment)
-        admitted = [c for c in self.admit(key, alignment) if c.differing == 0]
-        if not admitted:
+        admitted = (c for c in self._admissions(key, alignment) if c.differing == 0)
+        chosen = next(admitted, None)
+        if chosen is None:
             raise NoAlgorithm(f"GEMM {key.n} x {key.k} at {key.m} rows: no algorithm gives the bits of the reference "
                               f"({self.cache.get(shape, 'reference')}); cuBLASLt {self.blas.version}, {self.gpu}")
-        chosen = admitted[0]
-        if self.tune:
-            times = self.measure(key, [c.algorithm for c in admitted])
+        if self._timed(key):
+            times = self.measure(key, [chosen.algorithm, *(c.algorithm for c in admitted)])
             chosen = Choice(*fastest(list(times.items())))
         self.cache.put(shape, entry, [chosen.algorithm, chosen.us and round(chosen.us, 2)])
         return chosen
+
+    def _timed(self, key: Key) -> bool:
+        """Whether algorithms are timed: not for a weight that takes no longer than its launch."""
+        return self.tune and 2 * key.n * key.k >= SMALL_BYTES
 
     def _usable(self, key: Key, algorithm: str) -> bool:
         try:
@@ -356,6 +361,9 @@ class Gemm:
 
         ``differing`` == 0 is admitted. Few rows are tried at four places of the data: each row is little evidence.
         """
+        return list(self._admissions(key, alignment, candidates))
+
+    def _admissions(self, key: Key, alignment: int, candidates: Sequence[str] | None = None) -> Iterator[Choice]:
         m, trial = key.m, self.trial(key)
         reference = self.reference(key.n, key.k, key.gated)
         while trial.referenced < m:
@@ -363,13 +371,10 @@ class Gemm:
             self.on_trial(reference, trial, REFERENCE_ROWS, at, y=trial.reference[at:at + REFERENCE_ROWS])(self.stream)
             trial.referenced += REFERENCE_ROWS
         places = range(0, min(4 * m, REFERENCE_ROWS - m + 1), m) if m < REFERENCE_ROWS // 2 else (0,)
-        found = []
         for name in self.candidates(key, alignment) if candidates is None else candidates:
             if self._try(name, trial, m) is not None:
                 plans = [(at, self.on_trial(name, trial, m, at)) for at in places]
-                found.append(Choice(name, differing=sum(trial.differences(plan, m, trial.reference[at:])
-                                                        for at, plan in plans)))
-        return found
+                yield Choice(name, differing=sum(trial.differences(plan, m, trial.reference[at:]) for at, plan in plans))
 
     def measure(self, key: Key, algorithms: Sequence[str]) -> dict[str, float]:
         """us a launch of each algorithm at these rows: weights from memory, inside a graph, with PDL where known."""

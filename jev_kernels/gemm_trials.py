@@ -16,6 +16,8 @@ from jev_kernels.launch import Kernel
 from jev_kernels.pool import COUNTS, ROWS
 from jev_kernels.ptx import pack
 
+MAX_COPIES = 16                # of a weight: all of 32 MB or more leave the L2 cache
+SLOW = 1.5                     # an algorithm that many times slower than the best in its first turn gets no second
 REFERENCE_ROWS = 128           # rows at which the reference order is chosen, and of the blocks that apply it
 
 
@@ -80,7 +82,7 @@ class Trial:
     def __init__(self, n: int, k: int, gated: bool, rows: int, l2_bytes: int, stream):
         self.n, self.k, self.gated, self.stream = n, k, gated, stream
         self.rows = rows = -(-rows // REFERENCE_ROWS) * REFERENCE_ROWS
-        copies = max(1, -(-4 * l2_bytes // (2 * n * k)))
+        copies = min(MAX_COPIES, -(-4 * l2_bytes // (2 * n * k)))
         sizes = [(n, k)] * copies + [(rows, k)] + [(rows, n // 2 if gated else n)] * 2 + [(rows, n)] * gated
         self.arena = device.Arena(sum(map(device.array_bytes, sizes)) + device.array_bytes(rows + COUNTS, np.int32) + 256,
                                   f"tuning GEMMs of {n} x {k}")
@@ -113,7 +115,8 @@ class Trial:
     def time(self, plans: dict[str, Sequence[Callable]], rows: int, repeats: int = 3) -> dict[str, float]:
         """us a launch for each name: the median of ``repeats`` replays of a graph that goes round the weights.
 
-        Names take turns, so that heat and clocks are shared evenly.
+        Names take turns, so that heat and clocks are shared evenly. The first turn is warm-up; what is SLOW in it is
+        timed by it alone.
         """
         launches = len(self.weights) * max(1, (8 if rows <= 512 else 4 if rows <= 1024 else 2) // len(self.weights))
         graphs = {}
@@ -123,14 +126,20 @@ class Trial:
                     bound[i % len(bound)](self.stream, pdl=True)
             graphs[name] = capture(self.stream, launch_all, keep=tuple(bound))
         times: dict[str, list[float]] = {name: [] for name in plans}
-        for turn in range(repeats + 1):           # the first is warm-up
+        first: dict[str, float] = {}
+        for turn in range(repeats + 1):
             for name, graph in graphs.items():
+                if turn and first[name] > SLOW * min(first.values()):
+                    continue
                 start = device.Event().record(self.stream)
                 graph.launch(self.stream)
                 end = device.Event().record(self.stream)
                 end.synchronize()
+                us = start.milliseconds_to(end) * 1e3 / launches
                 if turn:
-                    times[name].append(start.milliseconds_to(end) * 1e3 / launches)
+                    times[name].append(us)
+                else:
+                    first[name] = us
         for graph in graphs.values():
             graph.destroy()
-        return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+        return {name: sorted(t)[len(t) // 2] if t else first[name] for name, t in times.items()}
