@@ -166,22 +166,27 @@ def test_repeated_runs_are_bit_equal_and_stale_rows_do_not_matter(small):
         assert (small.hidden(sequences)[0] == first).all(), i
 
 
-def decision(answer: dict) -> object:
-    """What a client acts on: the option, the more probable truth, the most probable level."""
-    if answer["type"] == "noul":
-        return answer["noul"] > 0.5
-    return max(answer["probabilities"], key=answer["probabilities"].get)
+def decision(answer: dict) -> tuple[object, float]:
+    """What a client acts on (the option, the more probable truth, the most probable level), and how clear it is: the
+    probability of that less the next one's."""
+    probabilities = answer.get("probabilities") or {True: answer["noul"], False: 1 - answer["noul"]}
+    second, first = sorted(probabilities, key=probabilities.get)[-2:]
+    return first, probabilities[first] - probabilities[second]
 
 
 def test_the_demo_checkpoint_decides_as_on_a_cpu(tmp_path):
-    """The same decisions; hidden states as far from float64 as the NumPy backend's, by the yardstick."""
+    """The same decisions where they are clear; hidden states as far from float64 as the NumPy backend's, by the yardstick.
+
+    BF16 moves a difference of two probabilities of this model by up to 0.03: one decision of NumPy's, clear by 0.011, is
+    another in float64.
+    """
     export = fakes.demo_export(tmp_path)
     exact = backbone.NumpyBackbone(export, precision="float64")
     numpy, cuda = (Engine(export, backbone.open_backbone(export, name, log=lambda line: None), Settings())
                    for name in ("numpy", "cuda"))
     rng = np.random.default_rng(9)
     words = "late broken early intact lost found paid owed red blue".split()
-    distances = []
+    distances, clear = [], 0
     for i in range(12):
         names = {f"{rng.choice(words)} {n}": None for n in range(int(rng.integers(2, 12)))}
         body = json.dumps({"state": " ".join(rng.choice(words, int(rng.integers(3, 200)))), "questions": {
@@ -189,11 +194,16 @@ def test_the_demo_checkpoint_decides_as_on_a_cpu(tmp_path):
             "yes": {"type": "noul", "instructions": "Is it so?"},
             "grade": {"type": "score", "instructions": "How good?", "criteria": ["bad", "fair", "good"]}}}).encode()
         ours, theirs = (engine.answer(body)["answers"] for engine in (cuda, numpy))
-        assert {k: decision(a) for k, a in ours.items()} == {k: decision(a) for k, a in theirs.items()}
+        for question, answer in theirs.items():
+            wanted, margin = decision(answer)
+            if margin > 0.05:
+                clear += 1
+                assert decision(ours[question])[0] == wanted, (i, question, ours[question], answer)
         ids = cuda.processor.encode(contract.parse_request(body, export.model_names))
         right = exact.hidden(ids)[0]
         distances.append([yardstick.distance(bf16.to_float32(e.backbone.hidden(ids)[0]).astype(np.float64), right)
                           for e in (cuda, numpy)])
+    assert clear >= 20
     ratio = np.mean(distances, axis=0)
     assert ratio[0] <= yardstick.MEAN_RATIO * ratio[1], ratio
     for engine in (numpy, cuda):
