@@ -497,7 +497,7 @@ class Plan:
 
 
 def kernels() -> dict:
-    """Some configurations for the resource budget: {name: (Kernel, [cc], registers at entry, spilled bytes)}."""
+    """Every configuration for the resource budget: {name: (Kernel, [cc], registers at entry, spilled bytes)}."""
     return {f"hopper_gemm_wide_{tokens}{'_gated' * gated}":
             (kernel(Config(tokens, gated)), [(9, 0, "a")], 65536 // THREADS // 8 * 8, 0)
             for tokens in range(128, MAX_TOKENS + 1, 16) for gated in (False, True)}
