@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint make up which matrix of the forward pass, and in what order its columns come out.
 
-Projections that read the same input are stacked into one matrix, so a layer has four GEMMs. Stacking concatenates rows
-of W, that is columns of the output:
+Projections that read the same input are stacked into one matrix, so a layer has four GEMMs. Rows of W are columns of the
+output, and come in this order:
 
 ==================  ===============================================================================================
 ``in_proj``, linear attention   q | k | v (the convolution's input) | z | b | a | zeros

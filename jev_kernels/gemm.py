@@ -33,8 +33,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from jev_kernels import device, disk, hopper_gemm, hopper_gemm_wide
 from jev_kernels.cublaslt import Algorithm, BlasPlan, CublasLt, Key, check_rows, layout
 from jev_kernels.device import DeviceError
@@ -54,7 +52,7 @@ class NoAlgorithm(DeviceError):
 # ---------------------------------------------------------------- choices
 @dataclass(frozen=True)
 class Choice:
-    """What runs for one (shape, rows): ``OWN`` or an algorithm as text; us a launch, None when it was not timed."""
+    """What runs for one (shape, rows): ``OWN``, ``WIDE`` or an algorithm as text; us a launch, None when it was not timed."""
     algorithm: str
     us: float | None = None
     differing: int = 0
@@ -172,7 +170,7 @@ class Gemm:
 
         x [>= rows, K], weight [N, K], y [>= rows, N]: uint16 device arrays, columns contiguous, rows at multiples of 16
         bytes (they may be slices of wider arrays). Keep the plan as long as graphs that captured it. Raises ValueError
-        naming the argument, NoAlgorithm, OutOfMemory (a trial needs one to four weights and the activations once more).
+        naming the argument, NoAlgorithm, OutOfMemory (a trial needs some weights and the activations once more).
         """
         key, alignment = layout(x, weight, y, rows)
         algorithm = self.choice(key, alignment).algorithm
@@ -277,7 +275,7 @@ class Gemm:
         return chosen
 
     def _timed(self, key: Key) -> bool:
-        """Whether algorithms are timed: not for a weight that takes no longer than its launch."""
+        """Whether algorithms are timed: not for weights of models so small that nobody waits for them."""
         return self.tune and 2 * key.n * key.k >= SMALL_BYTES
 
     def _usable(self, key: Key, algorithm: str) -> bool:

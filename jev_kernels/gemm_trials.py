@@ -16,7 +16,7 @@ from jev_kernels.launch import Kernel
 from jev_kernels.pool import COUNTS, ROWS
 from jev_kernels.ptx import pack
 
-MAX_COPIES = 16                # of a weight: all of 32 MB or more leave the L2 cache
+MAX_COPIES = 16                # of a weight: 128 MB of the smallest that is timed
 SLOW = 1.5                     # an algorithm that many times slower than the best in its first turn gets no second
 REFERENCE_ROWS = 128           # rows at which the reference order is chosen, and of the blocks that apply it
 
@@ -82,7 +82,7 @@ class Trial:
     def __init__(self, n: int, k: int, gated: bool, rows: int, l2_bytes: int, stream):
         self.n, self.k, self.gated, self.stream = n, k, gated, stream
         self.rows = rows = -(-rows // REFERENCE_ROWS) * REFERENCE_ROWS
-        copies = min(MAX_COPIES, -(-4 * l2_bytes // (2 * n * k)))
+        copies = max(1, min(MAX_COPIES, -(-4 * l2_bytes // (2 * n * k))))
         sizes = [(n, k)] * copies + [(rows, k)] + [(rows, n // 2 if gated else n)] * 2 + [(rows, n)] * gated
         self.arena = device.Arena(sum(map(device.array_bytes, sizes)) + device.array_bytes(rows + COUNTS, np.int32) + 256,
                                   f"tuning GEMMs of {n} x {k}")

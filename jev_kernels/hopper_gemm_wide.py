@@ -9,8 +9,8 @@ the third does 6 % of the work. Splitting a tile's K among several blocks evens 
 order, so the bits would change. Here tiles are split too, and the order is kept: the block that does the later part
 starts from the accumulators of the block that did the earlier part.
 
-  - Clusters of two blocks take whole tiles in rounds, all at the same k, as long as at least one tile for each is left
-    after the round. What a round reads is then in the L2 cache once for all: x for up to BAND columns of tiles, W for
+  - Clusters of two blocks take whole tiles in rounds, all at the same k, as long as one tile for each or none at all is
+    left after the round. What a round reads is then in the L2 cache once for all: x for up to BAND columns of tiles, W for
     the rows of tiles beside them. Under the power limit that decides (one long range for each cluster, with clusters at
     different k, read the same bytes from memory again and took 5 to 10 % longer).
   - The K steps of the tiles that are left, one to two for each cluster, are cut into equal ranges. A cluster starts with
@@ -121,24 +121,40 @@ def choose(m: int, gated: bool = False) -> Config:
     return Config(min(range(MAX_TOKENS, 127, -16), key=lambda tokens: -(-m // tokens) * (tokens + TILE_COST)), gated)
 
 
-def place(tile: int, pairs: int, columns: int) -> tuple[int, int]:
+# ---------------------------------------------------------------- who does what, for the kernel and in Python
+def place(tile, pairs, columns):
     """(pair of weight tiles, column of token tiles) of a tile: all pairs of BAND columns, then those of the next BAND;
     neighbouring tiles are the columns of one pair."""
-    band, inside = divmod(tile, BAND * pairs)
-    pair, column = divmod(inside, min(BAND, columns - band * BAND))
-    return pair, band * BAND + column
+    band = i32(tile // (BAND * pairs))
+    inside = i32(tile - band * (BAND * pairs))
+    width = min(i32(BAND), i32(columns - band * BAND))
+    return i32(inside // width), i32(band * BAND + inside % width)
 
 
-def boundary(total: int, steps: int, cluster: int, clusters: int) -> int:
+def boundary(total, steps, cluster, clusters):
     """Where the range of a cluster starts among all K steps: equal parts, but no part of a tile shorter than SNAP steps
     (handing over sums costs as much time as a few steps)."""
-    at = total * cluster // clusters
+    at = i32(total * cluster // clusters)
     inside = at % steps
-    return at - inside if inside < SNAP else at + steps - inside if inside > steps - SNAP else at
+    if inside < SNAP:
+        return i32(at - inside)
+    if inside > steps - SNAP:
+        return i32(at + steps - inside)
+    return at
+
+
+def next_part(whole, alone, first, end, steps, clusters):
+    """(tile, its first K step, their end, whole, end): what a cluster does next of its tiles whole, whole + clusters, ...
+    below ``alone`` and then, backwards, of its range from first to end of all K steps; and what is left after it."""
+    if whole < alone:
+        return whole, i32(0), steps, i32(whole + clusters), end
+    tile = i32((end - 1) // steps)
+    start = max(first, i32(tile * steps))
+    return tile, i32(start - tile * steps), i32(end - tile * steps), whole, start
 
 
 def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[int, int, int]]:
-    """(tile, first K step, end) that a cluster does, in its order: what the kernel works out, stated in Python.
+    """(tile, first K step, end) that a cluster does, in its order.
 
     There are at least as many tiles as clusters. So a tile that is split has two parts, and the part that goes on from
     another's sums is its cluster's last, while the part before it is the first that its cluster does of split tiles.
@@ -146,14 +162,15 @@ def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[
     alone = tiles // clusters * clusters
     if alone < tiles:
         alone -= clusters
-    parts = [(tile, 0, steps) for tile in range(cluster, alone, clusters)]
     first, end = (alone * steps + boundary((tiles - alone) * steps, steps, c, clusters) for c in (cluster, cluster + 1))
-    while end > first:
-        tile = (end - 1) // steps
-        start = max(first, tile * steps)
-        parts.append((tile, start - tile * steps, end - tile * steps))
-        end = start
+    whole, parts = cluster, []
+    while whole < alone or end > first:
+        *part, whole, end = next_part(whole, alone, first, end, steps, clusters)
+        parts.append(tuple(map(int, part)))
     return parts
+
+
+placed, snapped, taken = (cuda.jit(device=True, inline="always")(f) for f in (place, boundary, next_part))
 
 
 def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: int = 132) -> str | None:
@@ -292,25 +309,6 @@ def kernel(config: Config) -> Kernel:
     activation = hopper_gemm_gated.make_activation(TOKENS)
     GATED, COLUMNS, STAGING = config.gated, config.columns, config.staging
 
-    @cuda.jit(device=True, inline="always")
-    def placed(tile, pairs, columns):
-        """``place``"""
-        band = i32(tile // (BAND * pairs))
-        inside = i32(tile - band * (BAND * pairs))
-        width = min(i32(BAND), i32(columns - band * BAND))
-        return i32(inside // width), i32(band * BAND + inside % width)
-
-    @cuda.jit(device=True, inline="always")
-    def snapped(total, steps, cluster, clusters):
-        """``boundary``"""
-        at = i32(total * cluster // clusters)
-        inside = at % steps
-        if inside < SNAP:
-            return i32(at - inside)
-        if inside > steps - SNAP:
-            return i32(at + steps - inside)
-        return at
-
     def hopper_gemm_wide(x_map, w_map, y_map, y_tail, M, N, K, scratch, flags):
         ring = (smem_addr(cuda.shared.array(0, types.uint8)) + 1023) & ~1023
         staging = ring + STAGES * SB
@@ -352,17 +350,7 @@ def kernel(config: Config) -> Kernel:
                 phase = i32(1)                                            # a fresh barrier's previous phase is over
                 lap = i32(0)
                 while whole < alone or end > first:
-                    tile = whole
-                    k = i32(0)
-                    stop = steps
-                    if whole < alone:
-                        whole = i32(whole + clusters)
-                    else:
-                        tile = i32((end - 1) // steps)
-                        start = max(first, i32(tile * steps))
-                        k = i32(start - tile * steps)
-                        stop = i32(end - tile * steps)
-                        end = start
+                    tile, k, stop, whole, end = taken(whole, alone, first, end, steps, clusters)
                     pair, column = placed(tile, pairs, columns)
                     w_row = (pair * CLUSTER + rank) * WEIGHTS
                     x_row = column * TOKENS + rank * HALF
@@ -411,17 +399,7 @@ def kernel(config: Config) -> Kernel:
             leader = i32(1) if tid & 127 == 0 else i32(0)
             room = staging + group * (2 * CHUNK * COLUMNS * 2)
             while whole < alone or end > first:
-                tile = whole
-                k = i32(0)
-                stop = steps
-                if whole < alone:
-                    whole = i32(whole + clusters)
-                else:
-                    tile = i32((end - 1) // steps)
-                    start = max(first, i32(tile * steps))
-                    k = i32(start - tile * steps)
-                    stop = i32(end - tile * steps)
-                    end = start
+                tile, k, stop, whole, end = taken(whole, alone, first, end, steps, clusters)
                 pair, column = placed(tile, pairs, columns)
                 flag = own_flag - u64(CLUSTER * WARPS * 4)
                 if k > 0:

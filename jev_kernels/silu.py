@@ -1,4 +1,4 @@
-"""SiLU times the other half: the activation of the MLP.
+"""SiLU of the gate times up: the activation of the MLP.
 
     a = r(silu(g)),  y = r(a * u)        silu(x) = x / (1 + exp(-x))
 

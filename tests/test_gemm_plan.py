@@ -13,6 +13,7 @@ from numba.cuda.core import config
 if config.ENABLE_CUDASIM:
     pytest.skip("tensor maps and wgmma are not simulated", allow_module_level=True)
 
+from jev import weights  # noqa: E402
 from jev_kernels import device, gemm, hopper_gemm, hopper_gemm_wide, tensor_maps  # noqa: E402
 from jev_kernels.cublaslt import Algorithm, Key, layout                      # noqa: E402
 
@@ -83,7 +84,7 @@ def test_wide_ranges_do_every_step_once_and_never_wait(tiles, steps, clusters):
         clock = 0
         parts = hopper_gemm_wide.segments(tiles, steps, cluster, clusters)
         rounds = (tiles // clusters - (tiles % clusters > 0)) if tiles > clusters else 1
-        assert parts[:rounds] == [(cluster + i * clusters, 0, steps) for i in range(rounds)] or tiles % clusters
+        assert parts[:rounds] == [(cluster + i * clusters, 0, steps) for i in range(rounds)]
         assert max(1, tiles // clusters) - 1 <= sum(end - first for _, first, end in parts) / steps <= tiles / clusters + 1
         for i, (tile, first, end) in enumerate(parts):
             assert 0 <= first < end <= steps
@@ -108,9 +109,10 @@ def test_wide_ranges_do_every_step_once_and_never_wait(tiles, steps, clusters):
 def test_wide_places_cover_the_product_in_bands(pairs, columns):
     places = [hopper_gemm_wide.place(tile, pairs, columns) for tile in range(pairs * columns)]
     assert set(places) == {(pair, column) for pair in range(pairs) for column in range(columns)}
-    for at in range(0, len(places) - 66, 66):                 # a round reads little x and little W
+    band = min(columns, hopper_gemm_wide.BAND)
+    for at in range(0, band * pairs - 65, 66):                # a round reads little x and little W
         some = places[at:at + 66]
-        assert len({c for _, c in some}) + len({p for p, _ in some}) <= max(68, 66 // min(columns, 8) + 1 + 2 * 8)
+        assert len({c for _, c in some}) == band and len({p for p, _ in some}) <= 66 // band + 2
 
 
 def test_tensor_map_dimensions():
@@ -159,6 +161,47 @@ def test_fastest_ignores_noise_and_favours_our_kernel():
     assert gemm.fastest([("a", 1000.0), (gemm.WIDE, 1010.0)])[0] == "a"                    # 3 us are little there
     with pytest.raises(ValueError):
         gemm.fastest([])
+
+
+class Admitting(gemm.Gemm):
+    """A Gemm without a GPU: every candidate is admitted, the second is the fastest; keeps what was asked of it."""
+
+    def __init__(self, cache, tune=True):
+        self.tune, self.cache, self.asked = tune, cache, []
+        self._choices, self._trial = {}, None
+
+    def _usable(self, key, algorithm):
+        return True
+
+    def _admissions(self, key, alignment, candidates=None):
+        for name in ("first", "second"):
+            self.asked.append((key.m, name))
+            yield gemm.Choice(name)
+
+    def measure(self, key, algorithms):
+        return {"first": 20.0, "second": 10.0}
+
+
+def test_small_weights_take_the_first_algorithm_and_are_remembered(tmp_path):
+    cache = gemm.TuningCache(tmp_path / "gemm.json", "gpu")
+    made = Admitting(cache)
+    assert made.prepare([(768, 256)], [16, 32]) == 2 and made.asked == [(32, "first"), (16, "first")]
+    assert made.prepare([(5120, 6144)], [16]) == 1 and made.asked[2:] == [(16, "first"), (16, "second")]
+    assert made.prepare([(5120, 6144)], [16], gated=True) == 1                     # another choice
+    again = Admitting(gemm.TuningCache(tmp_path / "gemm.json", "gpu"))
+    for gated in (False, True):
+        assert again.prepare([(5120, 6144)], [16], gated) == 0
+    assert again.prepare([(768, 256)], [16, 32]) == 0 and again.asked == []
+    assert again.choice(Key(16, 768, 256, 256, 256, 768)) == gemm.Choice("first")
+    assert again.choice(Key(16, 5120, 6144, 6144, 6144, 5120)) == gemm.Choice("second", 10.0)
+
+
+def test_what_was_taken_untimed_is_timed_when_tuning(tmp_path):
+    cache = gemm.TuningCache(tmp_path / "gemm.json", "gpu")
+    assert Admitting(cache, tune=False).prepare([(5120, 6144)], [16]) == 1
+    assert Admitting(cache, tune=False).prepare([(5120, 6144)], [16]) == 0
+    assert Admitting(cache).prepare([(5120, 6144)], [16]) == 1
+    assert Admitting(cache, tune=False).choice(Key(16, 5120, 6144, 6144, 6144, 5120)) == gemm.Choice("second", 10.0)
 
 
 def test_algorithms_survive_text():
@@ -239,6 +282,22 @@ def test_slabs_of_permuted_rows():
     array = np.arange(2 * 3 * 4 * 5, dtype=np.uint16).reshape(2, 3, 4, 5).transpose(1, 0, 2, 3)
     parts = list(device.slabs(array, 40))
     assert np.array_equal(np.concatenate([p.reshape(-1) for p in parts]), array.reshape(-1))
+
+
+@pytest.mark.parametrize("rows,turn,limit", [(8, 4, 1000), (96, 4, 200), (30, 2, 81), (12, 3, 1)])
+def test_turns_are_those_of_a_stacked_weight(rows, turn, limit):
+    arrays = [np.arange(rows * 5, dtype=np.uint16).reshape(rows, 5) + 1000 * i for i in range(2)]
+    parts = list(device.turns(arrays, turn, limit))
+    assert all(sum(p.nbytes for p in part) <= max(limit, 20 * turn) for part in parts)
+    got = np.concatenate([np.stack(part, 1).reshape(-1, 5) for part in parts])
+    spec = weights.Spec("w", (2 * rows, 5), lambda tensors: list(tensors), turn)
+    assert np.array_equal(got, spec.stacked(arrays)) and got[turn, 0] == 1000 and got[2 * turn, 0] == 5 * turn
+
+
+@pytest.mark.parametrize("shapes,turn", [([(8, 5), (8, 4)], 4), ([(8, 5), (8, 5)], 3)])
+def test_turns_that_do_not_fit(shapes, turn):
+    with pytest.raises(ValueError, match=f"turns of {turn}"):
+        list(device.turns([np.zeros(s, np.uint16) for s in shapes], turn, 100))
 
 
 @pytest.mark.skipif(cuda.is_available(), reason="this machine has a GPU")

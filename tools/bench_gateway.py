@@ -101,6 +101,8 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=0, metavar="MS", help="milliseconds that the worker waits")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     args = parser.parse_args()
+    if args.requests < BLOCK:
+        parser.error(f"--requests: at least {BLOCK}")
     cases = []
     print(f"{'case':34}{'':10}{'p10':>9}{'median':>9}{'p90':>9}{'p99':>9}  ms")
     for name, sent, received, clients in (("2 KB in, 1 KB out, 1 client", 2000, 1000, 1),
@@ -131,7 +133,8 @@ def main() -> int:
     met = all(case["met"] for case in judged)
     if args.out:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
-        args.out.write_text(json.dumps({"machine": machine, "pause_ms": args.pause, "target_ms": TARGET_MS, "met": met, "cases": cases}, indent=2) + "\n")
+        args.out.write_text(json.dumps({"machine": machine, "pause_ms": args.pause, "target_ms": TARGET_MS, "met": met,
+                                        "cases": cases}, indent=2) + "\n")
     return 0 if met else 1
 
 

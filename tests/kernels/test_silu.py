@@ -3,8 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numba import cuda
+from numba.cuda import types
 
-from jev_kernels import silu
+from jev_kernels import hopper_gemm_gated, silu
+from jev_kernels.launch import Kernel
 from tests.kernels import checks
 
 
@@ -32,6 +34,28 @@ def test_gates_where_exp_leaves_float32():
     gate = checks.bf16.from_float64(np.linspace(-110, -80, 256)).reshape(2, 128)
     up = np.full((2, 128), 0x3F80, np.uint16)
     checks.check_silu_mul(np.random.default_rng(2), 2, 128, data=checks.in_turn(gate, up))
+
+
+def activate_kernel(sums, out, distance):
+    lane = cuda.threadIdx.x
+    out[lane, 0] = hopper_gemm_gated.activate(sums[lane, 0], sums[lane, 1], sums[lane, 2], sums[lane, 3],
+                                              (lane & distance) != 0, distance)
+
+
+@pytest.mark.parametrize("distance", [2, 16])
+def test_activation_of_sums_in_a_warp(distance):
+    """What our GEMMs do with their sums has the bits of silu_mul: the first tile's where gates lie, the second's where ups do."""
+    sums = (3 * np.random.default_rng(3).standard_normal((32, 4))).astype(np.float32)
+    out = cuda.to_device(np.zeros((32, 1), np.uint32))
+    kernel = Kernel(activate_kernel, types.void(types.float32[:, ::1], types.uint32[:, ::1], types.int32), 32)
+    kernel(0, 1, cuda.to_device(sums), out, distance)
+    for lane in range(32):
+        tile, gate = (1, lane - distance) if lane & distance else (0, lane)
+        pair = slice(2 * tile, 2 * tile + 2)
+        turns = [np.repeat(checks.bf16.from_float32(sums[at, pair]), 2)[None] for at in (gate, gate + distance)]
+        x, y = cuda.to_device(checks.in_turn(*turns)), cuda.to_device(np.zeros((1, 4), np.uint16))
+        silu.silu_mul(0, x, y, checks.counts(rows=1))
+        np.testing.assert_array_equal(checks.bf16.unpack_pairs(out.copy_to_host()[lane]), y.copy_to_host()[0, ::2])
 
 
 def test_refusals():
