@@ -65,11 +65,12 @@ class CublasLt:
         self.lt, self.version = lt, int(lt.get_version())
         self.workspace = device.Arena(self.WORKSPACE, "cuBLASLt's workspace")
         self.one, self.zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-        self._descriptors: dict[tuple, tuple] = {}
+        self._descriptors: dict[Key, tuple] = {}
 
-    def descriptors(self, m: int, n: int, k: int, ldx: int, ldw: int, ldy: int) -> tuple[int, int, int, int]:
-        """(operation, layout of W, of x, of y), made once each; they live as long as this object."""
-        key = (m, n, k, ldx, ldw, ldy)
+    def descriptors(self, key: Key) -> tuple[int, int, int, int]:
+        """(operation, layout of W, of x, of y) of a product, made once each; they live as long as this object."""
+        m, n, k, ldx, ldw, ldy, _ = key
+        key = key._replace(gated=False)
         if key not in self._descriptors:
             lt, bf16, f32, compute_32f = self.lt, 14, 0, 68
             operation = lt.matmul_desc_create(compute_32f, f32)
@@ -80,10 +81,10 @@ class CublasLt:
                                       lt.matrix_layout_create(bf16, n, m, ldy))
         return self._descriptors[key]
 
-    def heuristics(self, key: tuple, alignment: int, split: bool = False) -> list[Algorithm]:
+    def heuristics(self, key: Key, alignment: int, split: bool = False) -> list[Algorithm]:
         """What cuBLASLt proposes for a product, best guess first. split: also what adds up in pieces."""
         lt = self.lt
-        operation, w, x, y = self.descriptors(*key[:6])
+        operation, w, x, y = self.descriptors(key)
         preference = lt.matmul_preference_create()
         which = lt.MatmulPreferenceAttribute
 
@@ -122,9 +123,9 @@ class CublasLt:
                                                  attribute.CTA_SWIZZLING, attribute.CUSTOM_OPTION,
                                                  attribute.INNER_SHAPE_ID, attribute.CLUSTER_SHAPE_ID)))
 
-    def runs(self, key: tuple, algorithm: Algorithm) -> bool:
+    def runs(self, key: Key, algorithm: Algorithm) -> bool:
         """Whether the library accepts an algorithm (of other rows, or of a file) for a product."""
-        operation, w, x, y = self.descriptors(*key[:6])
+        operation, w, x, y = self.descriptors(key)
         algo, result = np.array(algorithm.words, np.uint64), np.zeros(1, self.lt.matmul_heuristic_result_dtype)
         try:
             self.lt.matmul_algo_check(self.handle, operation, w, x, y, y, algo.ctypes.data, result.ctypes.data)
@@ -143,7 +144,7 @@ class BlasPlan:
         self.blas, self.algorithm, self.name = blas, algorithm, str(algorithm)
         key, _ = layout(x, weight, y, rows)
         self._algo = np.array(algorithm.words, np.uint64)
-        operation, w_layout, x_layout, y_layout = blas.descriptors(*key[:6])
+        operation, w_layout, x_layout, y_layout = blas.descriptors(key)
         self._keep = (x, weight, y)
         self._arguments = (
             blas.handle, operation, blas.one.ctypes.data, address(weight), w_layout, address(x), x_layout,

@@ -126,20 +126,16 @@ class Trial:
                     bound[i % len(bound)](self.stream, pdl=True)
             graphs[name] = capture(self.stream, launch_all, keep=tuple(bound))
         times: dict[str, list[float]] = {name: [] for name in plans}
-        first: dict[str, float] = {}
         for turn in range(repeats + 1):
             for name, graph in graphs.items():
-                if turn and first[name] > SLOW * min(first.values()):
+                if turn and times[name][0] > SLOW * min(t[0] for t in times.values()):
                     continue
                 start = device.Event().record(self.stream)
                 graph.launch(self.stream)
                 end = device.Event().record(self.stream)
                 end.synchronize()
-                us = start.milliseconds_to(end) * 1e3 / launches
-                if turn:
-                    times[name].append(us)
-                else:
-                    first[name] = us
+                times[name].append(start.milliseconds_to(end) * 1e3 / launches)
         for graph in graphs.values():
             graph.destroy()
-        return {name: sorted(t)[len(t) // 2] if t else first[name] for name, t in times.items()}
+        timed = {name: sorted(t[1:] or t) for name, t in times.items()}
+        return {name: t[len(t) // 2] for name, t in timed.items()}

@@ -43,7 +43,7 @@ import numpy as np
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.extending import intrinsic
+from numba.cuda.extending import intrinsic, register_jitable
 
 from jev_kernels import cubin, device, hopper_gemm_gated, tensor_maps
 from jev_kernels.hopper_gemm import F32, I32, I64, SMEM_LIMIT, make_wgmma
@@ -122,6 +122,7 @@ def choose(m: int, gated: bool = False) -> Config:
 
 
 # ---------------------------------------------------------------- who does what, for the kernel and in Python
+@register_jitable(inline="always")
 def place(tile, pairs, columns):
     """(pair of weight tiles, column of token tiles) of a tile: all pairs of BAND columns, then those of the next BAND;
     neighbouring tiles are the columns of one pair."""
@@ -131,6 +132,7 @@ def place(tile, pairs, columns):
     return i32(inside // width), i32(band * BAND + inside % width)
 
 
+@register_jitable(inline="always")
 def boundary(total, steps, cluster, clusters):
     """Where the range of a cluster starts among all K steps: equal parts, but no part of a tile shorter than SNAP steps
     (handing over sums costs as much time as a few steps)."""
@@ -143,6 +145,7 @@ def boundary(total, steps, cluster, clusters):
     return at
 
 
+@register_jitable(inline="always")
 def next_part(whole, alone, first, end, steps, clusters):
     """(tile, its first K step, their end, whole, end): what a cluster does next of its tiles whole, whole + clusters, ...
     below ``alone`` and then, backwards, of its range from first to end of all K steps; and what is left after it."""
@@ -153,24 +156,29 @@ def next_part(whole, alone, first, end, steps, clusters):
     return tile, i32(start - tile * steps), i32(end - tile * steps), whole, start
 
 
+@register_jitable(inline="always")
+def shares(tiles, steps, cluster, clusters):
+    """(tiles that are not split, start and end of the cluster's range of the others' K steps)."""
+    alone = i32(tiles // clusters * clusters)
+    if alone < tiles:
+        alone = i32(alone - clusters)
+    total = i32((tiles - alone) * steps)
+    first = i32(alone * steps + boundary(total, steps, cluster, clusters))
+    return alone, first, i32(alone * steps + boundary(total, steps, cluster + 1, clusters))
+
+
 def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[int, int, int]]:
     """(tile, first K step, end) that a cluster does, in its order.
 
     There are at least as many tiles as clusters. So a tile that is split has two parts, and the part that goes on from
     another's sums is its cluster's last, while the part before it is the first that its cluster does of split tiles.
     """
-    alone = tiles // clusters * clusters
-    if alone < tiles:
-        alone -= clusters
-    first, end = (alone * steps + boundary((tiles - alone) * steps, steps, c, clusters) for c in (cluster, cluster + 1))
+    alone, first, end = shares(tiles, steps, cluster, clusters)
     whole, parts = cluster, []
     while whole < alone or end > first:
         *part, whole, end = next_part(whole, alone, first, end, steps, clusters)
         parts.append(tuple(map(int, part)))
     return parts
-
-
-placed, snapped, taken = (cuda.jit(device=True, inline="always")(f) for f in (place, boundary, next_part))
 
 
 def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: int = 132) -> str | None:
@@ -324,12 +332,7 @@ def kernel(config: Config) -> Kernel:
         tiles = i32(pairs * columns)
         cluster = i32(cuda.blockIdx.x >> 1)
         clusters = i32(cuda.gridDim.x >> 1)
-        alone = i32(tiles // clusters * clusters)                         # tiles that one cluster does alone
-        if alone < tiles:
-            alone = i32(alone - clusters)
-        total = i32((tiles - alone) * steps)
-        first = i32(alone * steps + snapped(total, steps, cluster, clusters))      # its range of the others' K steps
-        end = i32(alone * steps + snapped(total, steps, cluster + 1, clusters))
+        alone, first, end = shares(tiles, steps, cluster, clusters)
         whole = cluster
         if tid == 0:
             for s in range(STAGES):
@@ -350,8 +353,8 @@ def kernel(config: Config) -> Kernel:
                 phase = i32(1)                                            # a fresh barrier's previous phase is over
                 lap = i32(0)
                 while whole < alone or end > first:
-                    tile, k, stop, whole, end = taken(whole, alone, first, end, steps, clusters)
-                    pair, column = placed(tile, pairs, columns)
+                    tile, k, stop, whole, end = next_part(whole, alone, first, end, steps, clusters)
+                    pair, column = place(tile, pairs, columns)
                     w_row = (pair * CLUSTER + rank) * WEIGHTS
                     x_row = column * TOKENS + rank * HALF
                     if lap == 0:
@@ -399,8 +402,8 @@ def kernel(config: Config) -> Kernel:
             leader = i32(1) if tid & 127 == 0 else i32(0)
             room = staging + group * (2 * CHUNK * COLUMNS * 2)
             while whole < alone or end > first:
-                tile, k, stop, whole, end = taken(whole, alone, first, end, steps, clusters)
-                pair, column = placed(tile, pairs, columns)
+                tile, k, stop, whole, end = next_part(whole, alone, first, end, steps, clusters)
+                pair, column = place(tile, pairs, columns)
                 flag = own_flag - u64(CLUSTER * WARPS * 4)
                 if k > 0:
                     await_flag(flag)

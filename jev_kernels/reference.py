@@ -69,9 +69,8 @@ def add_rms_norm(residual, delta, weight, eps: float, r=exact) -> tuple[np.ndarr
 
 def gate_and_up(gate_up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(g, u) [T, I] of rows [T, 2I] that hold TURN values of g, as many of u, and so on in turn."""
-    turns = gate_up.reshape(*gate_up.shape[:-1], -1, 2, TURN)
-    width = gate_up.shape[-1] // 2
-    return turns[..., 0, :].reshape(-1, width), turns[..., 1, :].reshape(-1, width)
+    turns = gate_up.reshape(len(gate_up), -1, 2, TURN)
+    return turns[:, :, 0].reshape(len(gate_up), -1), turns[:, :, 1].reshape(len(gate_up), -1)
 
 
 def silu_mul(gate_up: np.ndarray, r=exact) -> np.ndarray:

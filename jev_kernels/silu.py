@@ -27,7 +27,7 @@ from numba.cuda import types
 
 from jev_kernels import bf16, cubin, ptx
 from jev_kernels.launch import Kernel, aligned, live, view
-from jev_kernels.pool import LASTS, ROWS
+from jev_kernels.pool import ROWS
 from jev_kernels.ptx import f32, i32, u32, u64
 from jev_kernels.reference import TURN
 
@@ -99,8 +99,8 @@ def silu_mul_kernel(vector: bool) -> Kernel:
     return Kernel(silu_mul_kernel, types.void(u64, i32, u64, i32, u64, i32), THREADS)
 
 
-def silu_mul(stream, gate_up, y, counts, last_rows: bool = False, pdl: bool = False) -> None:
-    """y[:n] = r(r(silu(gate)) * up), n = counts[ROWS], or counts[LASTS] with ``last_rows``.
+def silu_mul(stream, gate_up, y, counts, pdl: bool = False) -> None:
+    """y[:n] = r(r(silu(gate)) * up), n = counts[ROWS].
 
     gate_up uint16 [capacity, 2 width], y uint16 [capacity, width], any row strides, width a multiple of TURN. Raises
     ValueError naming the argument that does not fit.
@@ -115,7 +115,7 @@ def silu_mul(stream, gate_up, y, counts, last_rows: bool = False, pdl: bool = Fa
     if capacity and width:
         silu_mul_kernel(aligned(x, y))(
             stream, (-(-width // (2 * TURN * THREADS)), capacity), x.address, x.strides[0], y.address, y.strides[0],
-            live(counts, LASTS if last_rows else ROWS), width, pdl=pdl)
+            live(counts, ROWS), width, pdl=pdl)
 
 
 def kernels() -> dict:

@@ -83,9 +83,9 @@ def test_wide_ranges_do_every_step_once_and_never_wait(tiles, steps, clusters):
     for cluster in range(clusters):
         clock = 0
         parts = hopper_gemm_wide.segments(tiles, steps, cluster, clusters)
-        rounds = (tiles // clusters - (tiles % clusters > 0)) if tiles > clusters else 1
+        rounds = tiles // clusters - (tiles % clusters > 0)
         assert parts[:rounds] == [(cluster + i * clusters, 0, steps) for i in range(rounds)]
-        assert max(1, tiles // clusters) - 1 <= sum(end - first for _, first, end in parts) / steps <= tiles / clusters + 1
+        assert tiles // clusters - 1 <= sum(end - first for _, first, end in parts) / steps <= tiles / clusters + 1
         for i, (tile, first, end) in enumerate(parts):
             assert 0 <= first < end <= steps
             assert end - first >= min(steps, hopper_gemm_wide.SNAP)

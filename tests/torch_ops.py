@@ -22,6 +22,11 @@ def tensor(x, device) -> torch.Tensor:
     return torch.as_tensor(x, device=device).view(torch.bfloat16)
 
 
+def gate_and_up(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    """[g, u] of a tensor that takes turns of both along ``dim``, as ``jev_kernels.reference.gate_and_up``."""
+    return [part.flatten(dim, dim + 1) for part in x.unflatten(dim, (-1, 2, TURN)).unbind(dim + 1)]
+
+
 class TorchOps:
     """``Ops`` over float64 tensors. Attention and the delta rule take a pool of any shape; memory for one head at a time."""
 
@@ -129,7 +134,7 @@ class TorchOps:
         return (out * gate.sigmoid()).flatten(1)
 
     def swiglu(self, x, weight):
-        g, u = (part.flatten(1) for part in self.linear(x, weight).unflatten(1, (-1, 2, TURN)).unbind(2))
+        g, u = gate_and_up(self.linear(x, weight), 1)
         return torch.nn.functional.silu(g) * u
 
     def gather_rows(self, x, pool: RowPool):

@@ -64,7 +64,7 @@ while True:
 def measure(ports: tuple[int, int], clients: int, body: bytes, requests: int, pause: float) -> list[list[float]]:
     """Latencies [direct, forwarded] in seconds less the pause; `requests` each, shared by the clients."""
     results: list[list[float]] = [[], []]
-    size = max(1, min(BLOCK, requests // clients))
+    size = min(BLOCK, requests // clients)
 
     def run(barrier: threading.Barrier) -> None:
         connections = [Client(port, *HEADERS) for port in ports]

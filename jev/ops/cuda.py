@@ -234,9 +234,7 @@ class CudaOps:
                 target = self.activations[f"projected/{kind}"]
             return self.gemm.linear_plan(x, weight.array, target, self._capacity(prefix)), target
 
-        plan, target = self._plan((weight.key, address(x)), make)
-        self._launch(plan)
-        return target
+        return self._product(x, weight, make)
 
     def swiglu(self, x, weight: Weight):
         def make():
@@ -245,6 +243,10 @@ class CudaOps:
             return self.gemm.swiglu_plan(x, weight.array, self.activations[prefix + "gate_up"], target,
                                          self._capacity(prefix), self.counts[prefix]), target
 
+        return self._product(x, weight, make)
+
+    def _product(self, x, weight: Weight, make: Callable[[], tuple]):
+        """Launch the GEMM of these operands, for which ``make`` gives (plan, where its result goes); returns the latter."""
         plan, target = self._plan((weight.key, address(x)), make)
         self._launch(plan)
         return target

@@ -7,8 +7,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
 
 from jev.checkpoint import ModelConfig
 from jev.weights import attention_columns, gdn_columns
-from jev_kernels.reference import TURN
 from tests.parity_reference import text_config
+from tests.torch_ops import gate_and_up
 
 
 def state_dict(config: ModelConfig, held: dict) -> dict[str, torch.Tensor]:
@@ -19,7 +19,7 @@ def state_dict(config: ModelConfig, held: dict) -> dict[str, torch.Tensor]:
     h, d = config.hidden_size, config.head_dim
     for i, kind in enumerate(config.layer_types):
         at = f"layers.{i}."
-        gate, up = (part.flatten(0, 1) for part in w[at + "gate_up"].unflatten(0, (-1, 2, TURN)).unbind(1))
+        gate, up = gate_and_up(w[at + "gate_up"], 0)
         out |= {at + "input_layernorm.weight": w[at + "input_norm"], at + "post_attention_layernorm.weight": w[at + "post_norm"],
                 at + "mlp.gate_proj.weight": gate, at + "mlp.up_proj.weight": up, at + "mlp.down_proj.weight": w[at + "down_proj"]}
         p = w[at + "in_proj"]
