@@ -31,6 +31,7 @@ def copy_kernel(vector: bool) -> Kernel:
     _, load8_once, store8 = bf16.access(vector)
 
     def copy_rows_kernel(x_at, x_ld, rows, y_at, y_ld, count, width):
+        ptx.pdl_launch()
         row = i32(cuda.blockIdx.y)
         first = (i32(cuda.blockIdx.x) * i32(2 * THREADS) + i32(cuda.threadIdx.x)) * 8
         second = first + i32(THREADS * 8)
@@ -43,7 +44,6 @@ def copy_kernel(vector: bool) -> Kernel:
         if second < width:
             b = load8_once(x_at + u64(second * 2), width - second)
             store8(y_at + u64(second * 2), b, width - second)
-        ptx.pdl_launch()
         store8(y_at + u64(first * 2), a, width - first)
 
     return Kernel(copy_rows_kernel, types.void(u64, i32, u64, u64, i32, u64, i32), THREADS)

@@ -114,6 +114,7 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
 
     def gdn_conv_kernel(x_at, x_ld, w_at, y_at, y_ld, parents, channels, b_at, b_ld, a_at, a_ld, a_log, dt_bias,
                         beta_at, g_at, heads, count, rows_a_block):
+        ptx.pdl_launch()
         first = i32(i32(cuda.blockIdx.y) * rows_a_block)
         last = i32(min(first + rows_a_block, ptx.ldg_i32(count)))
         if first >= last:
@@ -121,7 +122,6 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
         if gates:
             if not conv or cuda.blockIdx.x == cuda.gridDim.x - 1:
                 ptx.pdl_wait()
-                ptx.pdl_launch()
                 gate_block(first, last, b_at, b_ld, a_at, a_ld, a_log, dt_bias, beta_at, g_at, heads)
                 return
         if conv:
@@ -154,7 +154,6 @@ def conv_gates_kernel(vector: bool, conv: bool, gates: bool) -> Kernel:
                 up1 = parent_of(row1 if row1 < last else i32(-1), parents)
                 up2 = parent_of(row2 if row2 < last else i32(-1), parents)
                 up3 = parent_of(row3 if row3 < last else i32(-1), parents)
-                ptx.pdl_launch()
                 finish(0, row, last, row > first and up0 != row - 1, up0, x, w, x_at, x_ld, y_at, y_ld, parents, n)
                 finish(1, row1, last, up1 != row, up1, x, w, x_at, x_ld, y_at, y_ld, parents, n)
                 finish(2, row2, last, up2 != row1, up2, x, w, x_at, x_ld, y_at, y_ld, parents, n)

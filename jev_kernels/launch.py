@@ -198,7 +198,14 @@ class Kernel:
         """Launch. stream: a Numba stream or a raw CUstream address; grid: an int or up to three dimensions.
 
         pdl: programmatic dependent launch: the kernel may start before the previous one in the stream has finished,
-        and waits for it where it says ``pdl_wait``.
+        and waits for it where it says ``pdl_wait``. Rules that make a chain of such kernels safe:
+
+          - What an earlier kernel writes is read, and anything is written, behind ``pdl_wait``. Weights, tables and a
+            forward pass's metadata may be read before.
+          - ``pdl_launch``, which lets the next kernel start, is a kernel's first statement: blocks that wait take nothing
+            from those that work, and the next GEMM has its weights on the way when its input is ready. So kernels
+            further on may be there as well; they see everything, because each waits for its predecessor's end and
+            that has waited for its own. ``hopper_gdn_prepare`` says it later, and why.
         """
         grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
         grid += (1,) * (3 - len(grid))

@@ -121,6 +121,7 @@ def norm_kernel(per_thread: int, threads: int, vector: bool, add: bool) -> Kerne
 
     def rms_norm_kernel(x_at, x_ld, delta_at, delta_ld, weight_at, sum_at, sum_ld, y_at, y_ld, rows, count, width,
                         inverse, eps):
+        ptx.pdl_launch()
         row = i32(cuda.blockIdx.x)
         if row >= ptx.ldg_i32(count):
             return
@@ -161,7 +162,6 @@ def norm_kernel(per_thread: int, threads: int, vector: bool, add: bool) -> Kerne
                 at = (tid + i * threads) * 8
                 if at < width:
                     store8(sum_at + u64(at * 2), (x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]), width - at)
-        ptx.pdl_launch()
         total = block_sum(squares(x), partial, 0)
         rs = ptx.rsqrt(ptx.mul_rn(total, inverse) + eps)
         if not total < f32(INF):                         # the same in every thread
@@ -201,6 +201,7 @@ def gated_kernel(vector: bool) -> Kernel:
         return ptx.add_rn(total, ptx.shfl_xor(total, 1))
 
     def gated_rms_norm_kernel(o_at, o_ld, z_at, z_ld, weight_at, y_at, y_ld, heads, count, eps):
+        ptx.pdl_launch()
         row = i32(cuda.blockIdx.y)
         if row >= ptx.ldg_i32(count):
             return
@@ -216,7 +217,6 @@ def gated_kernel(vector: bool) -> Kernel:
         if there:
             o = load8_once(o_at + u64((row * o_ld + at) * 2), 8)
             z = load8_once(z_at + u64((row * z_ld + at) * 2), 8)
-        ptx.pdl_launch()
         total = half_warp_sum(add_squares(o[3], add_squares(o[2], add_squares(o[1], add_squares(o[0], f32(0))))))
         rs = ptx.rsqrt(ptx.fma(total, f32(1.0 / HEAD), eps))
         big = not total < f32(INF)

@@ -70,6 +70,7 @@ def qk_rope_kernel(heads_a_warp: int, warps: int) -> Kernel:
         return y0, y1, y2, y3
 
     def qk_rope_kernel(x_at, x_ld, q_weight, k_weight, table, positions, count, q_heads, k_heads, eps):
+        ptx.pdl_launch()
         thread = i32(cuda.threadIdx.x)
         lane = i32(thread & 31)
         warp = i32(i32(cuda.blockIdx.x) * i32(warps) + (thread >> 5))
@@ -82,7 +83,6 @@ def qk_rope_kernel(heads_a_warp: int, warps: int) -> Kernel:
         row_at = x_at + u64(row * x_ld * 2) + u64(lane * 16)
         if row >= n:                                     # zeros for attention's masked keys
             ptx.pdl_wait()
-            ptx.pdl_launch()
             head = warp
             while head < 2 * k_heads:
                 store8(row_at + u64((2 * q_heads + head) * i32(HEAD_DIM * 2)), (u32(0), u32(0), u32(0), u32(0)), 8)
@@ -95,7 +95,6 @@ def qk_rope_kernel(heads_a_warp: int, warps: int) -> Kernel:
             head = i32(min(first + i32(i), heads - 1))
             v = load8_once(row_at + u64(i32(head if head < q_heads else head + q_heads) * i32(HEAD_DIM * 2)), 8)
             x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3] = v[0], v[1], v[2], v[3]
-        ptx.pdl_launch()
         angle = table + u64(position * i32(ROTARY_DIM * 2) + lane % 4 * 16)
         cos = ptx.ldc_u32x4(angle)
         sin = ptx.ldc_u32x4(angle + u64(ROTARY_DIM))

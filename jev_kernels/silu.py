@@ -79,6 +79,7 @@ def silu_mul_kernel(vector: bool) -> Kernel:
             store8(y_at, (a, b, u32(0), u32(0)), i32(TURN))
 
     def silu_mul_kernel(x_at, x_ld, y_at, y_ld, count, width):
+        ptx.pdl_launch()
         row = i32(cuda.blockIdx.y)
         piece = i32(i32(cuda.blockIdx.x) * i32(2 * THREADS) + i32(cuda.threadIdx.x))
         pieces = i32(width // TURN)
@@ -91,7 +92,6 @@ def silu_mul_kernel(vector: bool) -> Kernel:
         second = first
         if piece + THREADS < pieces:
             second = load8_once(x_at + u64(THREADS * 16), i32(8))
-        ptx.pdl_launch()
         finish(first, y_at)
         if piece + THREADS < pieces:
             finish(second, y_at + u64(THREADS * 8))
