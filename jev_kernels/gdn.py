@@ -348,6 +348,14 @@ def scratch_bytes(chunks: int, slots: int, key_heads: int, value_heads: int, hop
     return hopper_gdn.scratch_bytes(chunks, slots, value_heads)
 
 
+def progress_entries(chunks: int, value_heads: int, hopper: bool) -> int:
+    """uint32 entries of ``progress`` for capacities of so many chunks."""
+    if not hopper:
+        return 0
+    from jev_kernels import hopper_gdn
+    return hopper_gdn.progress_entries(chunks, value_heads)
+
+
 def states_shape(slots: int, value_heads: int) -> tuple[int, int, int, int]:
     """Shape of the float32 states kept for branching; each slot's layout is the kernel's own."""
     return max(slots, 1), value_heads, D, D
@@ -362,7 +370,7 @@ def state_matrices(states: np.ndarray, hopper: bool) -> np.ndarray:
 
 
 def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows, chunk_slots, runs, states, scratch,
-                     pdl: bool = False, hopper: bool | None = None) -> None:
+                     progress, pdl: bool = False, hopper: bool | None = None) -> None:
     """Launch the gated delta rule over a pool's chunks. All arrays are on the device.
 
     qkv     BF16 [rows, 2 key_dim + value_dim]: q | k | v, 16-byte aligned rows
@@ -371,6 +379,7 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
     counts, chunk_rows, chunk_out_rows, chunk_slots, runs     int32, as ``jev_kernels.pool`` says
     states  float32 of ``states_shape``: a slot is stored (once) and read within the call
     scratch uint8 [>= ``scratch_bytes``], 16-byte aligned
+    progress  uint32 [>= ``progress_entries``]: zeros, and zeros again after the call
     pdl     launched with programmatic dependent launch
     hopper  which kernels; by default those for the current device
 
@@ -409,8 +418,12 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
         room = view("scratch", scratch, np.uint8, None)
         if room.shape[0] < need or room.address % 16:
             raise ValueError(f"scratch must be {need} bytes, 16-byte aligned, not {room.shape[0]} at {room.address:#x}")
+        told = view("progress", progress, np.uint32, None)
+        need = hopper_gdn.progress_entries(chunks, heads)
+        if told.shape[0] < need:
+            raise ValueError(f"progress must have {need} entries, not {told.shape[0]}")
         hopper_gdn.launch(stream, key_heads, x, rates, betas, out, number, rows, out_rows, slots, run_list, kept,
-                          room.address, multiprocessors(), pdl)
+                          room.address, told.address, multiprocessors(), pdl)
     else:
         kernel(key_heads, heads)(
             stream, (D // SLAB, heads), x.address, x.strides[0], rates.address, rates.strides[0], betas.address,

@@ -12,9 +12,10 @@ Relative error to float64 1.7e-3 (rounding o alone: 1.66e-3), with nearly parall
 """
 from __future__ import annotations
 
-from jev_kernels import cubin
+from jev_kernels import cubin, device
 from jev_kernels import hopper_gdn_prepare as prepare
 from jev_kernels import hopper_gdn_scan as scan
+from jev_kernels.hopper_gdn_flags import progress_entries  # noqa: F401  part of this module's surface
 from jev_kernels.hopper_gdn_scan import state_matrices  # noqa: F401  part of this module's surface
 from jev_kernels.launch import Kernel, View
 
@@ -40,17 +41,21 @@ def scratch_bytes(chunks: int, slots: int, value_heads: int) -> int:
 
 
 def launch(stream, key_heads: int, qkv: View, g: View, beta: View, o: View, counts: View, chunk_rows: View,
-           chunk_out_rows: View, chunk_slots: View, runs: View, states: View, scratch: int, multiprocessors: int,
-           pdl: bool) -> None:
-    """Launch both kernels. Arguments as in ``jev_kernels.gdn.gated_delta_rule``, checked there; scratch: an address."""
+           chunk_out_rows: View, chunk_slots: View, runs: View, states: View, scratch: int, progress: int,
+           multiprocessors: int, pdl: bool) -> None:
+    """Launch both kernels. Arguments as in ``jev_kernels.gdn.gated_delta_rule``, checked there; scratch and progress:
+    addresses."""
     heads = g.shape[1]
     chunks = chunk_rows.shape[0]
     first, second = kernels(key_heads, heads)
     flags = scratch + record_bytes(chunks, heads)
-    items = chunks * (heads // prepare.heads_at_once(key_heads, heads))
-    first(stream, min(items, multiprocessors * prepare.RESIDENT), qkv.address, g.address, beta.address,
-          counts.address, chunk_rows.address, chunk_slots.address, scratch, flags, qkv.strides[0], g.strides[0],
+    first(stream, min(chunks * heads, multiprocessors * prepare.RESIDENT), qkv.address, g.address, beta.address,
+          counts.address, chunk_rows.address, chunk_slots.address, scratch, flags, progress, qkv.strides[0], g.strides[0],
           beta.strides[0], pdl=pdl)
-    second(stream, min(runs.shape[0] * heads * scan.SLABS, multiprocessors), qkv.address, o.address, counts.address,
-           chunk_rows.address, chunk_out_rows.address, chunk_slots.address, runs.address, scratch, states.address,
-           flags, qkv.strides[0], o.strides[0], pdl=pdl)
+    try:
+        second(stream, min(runs.shape[0] * heads * scan.SLABS, multiprocessors), qkv.address, o.address, counts.address,
+               chunk_rows.address, chunk_out_rows.address, chunk_slots.address, runs.address, scratch, states.address,
+               flags, progress, qkv.strides[0], o.strides[0], pdl=pdl)
+    except BaseException:                     # nobody lowers the flags that the first kernel raises
+        device.zero(progress, 4 * progress_entries(chunks, heads), stream)
+        raise

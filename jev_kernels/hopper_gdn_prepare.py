@@ -11,8 +11,14 @@ Normalisation and decay are factors of rows, so k k^T and q k^T have the inputs 
 float32 sums, computed once for the value heads that share a key head. T, P and the blocks inside the inverse are
 float16 (11 bits, as TF32, and clamped at 65504); the diagonal 16 x 16 blocks are inverted in float32.
 
-A persistent kernel: a CTA takes (chunk, group of at most three value heads of one key head) items in turn, and fetches
-the next item's q, k, g and beta while it works. It also zeroes the flags that ``hopper_gdn_scan`` waits for.
+A persistent kernel: a CTA takes items, (chunk, group of value heads of one key head), in order, and fetches the next
+one's q, k, g and beta while it works. A group has at most three heads, and one where a few chunks leave CTAs idle. The
+first item of a CTA is its own number.
+
+A sequence alone occupies 2 HV multiprocessors with its scan. There the scan follows this kernel chunk by chunk
+(``hopper_gdn_flags``): CTAs on as many multiprocessors leave after an item or two and make room for it, the others do
+the rest meanwhile, ahead of it, drawing tickets. Who leaves is decided by the multiprocessor's number, and only speed
+depends on that: CTA 0 always stays, and takes what nobody else does.
 
 The record of a (chunk, value head), RECORD bytes, copied into shared memory by the scan as it is:
 T and P are lower triangular, in 16 x 16 blocks: of the upper block rows (tokens 0-31) columns 0-1, of the lower ones
@@ -22,13 +28,15 @@ overlapping ranges of different size make ptxas serialise everything, C7511: hen
 """
 from __future__ import annotations
 
+import numpy as np
 from numba import cuda
 from numba.cuda import types
 
 from jev_kernels import pool
+from jev_kernels.hopper_gdn_flags import FIRST, SLABS, TICKETS, fence_global, raise_flag, take_ticket
 from jev_kernels.ptx import (
-    cp16, cp_wait_all, ex2, f32, high16, i32, ldg, ldg_bf16, ldg_i32, lds, lds_i32, lds2, lds4, ldsm, ldsm_t, low16,
-    mma, mma16, pack16, pdl_launch, pdl_wait, ptx, rsqrt, smem_addr, stg, stg_u32, stg_u32x4, sts, sts2,
+    cp16, cp_wait_all, div_u32, ex2, f32, high16, i32, ldg, ldg_bf16, ldg_i32, lds, lds_i32, lds2, lds4, ldsm, ldsm_t,
+    low16, mma, mma16, pack16, pdl_launch, pdl_wait, ptx, rsqrt, smem_addr, stg, stg_u32, stg_u32x4, sts, sts2,
     sts_lo16, sts_u32, transpose8, u32, u64, void)
 
 D = 128                       # head dims, keys and values
@@ -39,6 +47,8 @@ RANK = D ** -0.5
 FLOOR = -150.0                # log2 of a decay that is zero in float32: keeps -inf and huge sums out of c_i - c_j
 THREADS = 256
 RESIDENT = 3                  # CTAs that fit an SM
+PACE = 8                      # chunks that the scan walks while a CTA here makes an item
+ALL = 1 << 30                 # turns of a CTA that stays
 
 IMAGE = 6144                  # bytes of a triangular image
 T_AT, P_AT = 0, IMAGE
@@ -47,11 +57,12 @@ RECORD = 13312
 
 # A copy that the compiler cannot see through: what is computed from it stays inside the loop, out of the registers.
 opaque = ptx("opaque", i32, (i32,), "mov.b32 $0, $1;", "=r,r", sim=lambda x: x)
-CHUNKS_AT = pool.CHUNKS * 4
+smid = ptx("smid", i32, (), "mov.u32 $0, %smid;", "=r", sim=lambda: np.int32(0))
+CHUNKS_AT, RUNS_AT = pool.CHUNKS * 4, pool.RUNS * 4
 
 
 def heads_at_once(key_heads: int, value_heads: int) -> int:
-    """Value heads of one item: the largest divisor of value_heads / key_heads that eight warps can serve."""
+    """Value heads of an item, at most: the largest divisor of value_heads / key_heads that eight warps can serve."""
     ratio = value_heads // key_heads
     return max(n for n in (1, 2, 3) if ratio % n == 0)
 
@@ -142,8 +153,8 @@ def next_block(inverse, acc, out, b0, b1):
 def make_prepare(HK: int, HV: int):
     """The kernel for HK key heads and HV value heads, and its bytes of shared memory."""
     R = heads_at_once(HK, HV)
-    GROUPS = HV // R                         # items of a chunk
-    PER_KEY = HV // HK // R                  # groups that share a key head
+    PER_KEY = HV // HK                       # value heads that share a key head
+    SCANNED = SLABS * HV + 1                 # multiprocessors that a lone sequence's scan wants, and one for CTA 0
     QS = C * D * 2                           # q behind k
     HEADS = 2 * QS                           # per value head, behind q:
     DIAG, DSTRIDE = 0, 1088                  #   4 diagonal blocks of A, fp32 16 x 16, and 64 bytes against conflicts
@@ -154,7 +165,8 @@ def make_prepare(HK: int, HV: int):
     RK = HEADS + R * HEAD
     RQ = RK + 256
     LIST = RQ + 256                          # rows of the chunk after this one
-    SMEM = 128 + LIST + 256
+    NEXT = LIST + 256                        # the item after this one
+    SMEM = 128 + NEXT + 16
 
     @cuda.jit(device=True, inline="always")
     def fetch_rows(sm, qkv, stride, hk, tid):
@@ -186,40 +198,69 @@ def make_prepare(HK: int, HV: int):
             b1 = ldg_bf16(beta + (u64(r1) * u64(beta_stride) + u64(hv)) * u64(2))
         return g0, g1, b0, b1
 
-    def prepare(qkv, g, beta, counts, chunk_rows, chunk_slots, record, flags, stride, g_stride, beta_stride):
+    @cuda.jit(device=True, inline="always")
+    def turns(items, chunks, lone, blocks):
+        """Items that this CTA may take. The last ones of a lone sequence are left to the CTAs that stay, as many as
+        they finish while the scan walks."""
+        if items <= blocks:
+            return i32(1)
+        staying = i32(blocks - SCANNED * RESIDENT)
+        if not lone or staying <= 0 or cuda.blockIdx.x == 0 or smid() >= SCANNED:
+            return i32(ALL)
+        rest = i32(items - staying * chunks // PACE)
+        return div_u32(rest + blocks - 1, blocks) if rest > blocks else i32(1)
+
+    @cuda.jit(device=True, inline="always")
+    def place(item, items, at_once):
+        """(chunk, first value head) of an item; -1 for a chunk where there is no such item."""
+        chunk = i32(item // HV) if at_once == 1 else i32(item // (HV // R))
+        first = i32(item * at_once - chunk * HV)
+        return chunk if item < items else i32(-1), first
+
+    def prepare(qkv, g, beta, counts, chunk_rows, chunk_slots, record, flags, progress, stride, g_stride, beta_stride):
         """qkv: BF16 rows q|k|v, g float32, beta BF16, with row strides in elements. See the module."""
         shared = i32((smem_addr(cuda.shared.array(0, types.uint8)) + 127) & ~127)
         sm = shared
         tid = i32(cuda.threadIdx.x)
         warp = i32(tid >> 5)
         lane = i32(tid & 31)
-        items = i32(ldg_i32(counts + u64(CHUNKS_AT)) * GROUPS)
-        item = i32(cuda.blockIdx.x)
-        step = i32(cuda.gridDim.x)
-        if item < items and tid < 16:
-            cp16(sm + LIST + tid * 16, chunk_rows + u64(item // GROUPS * 256 + tid * 16), 16)
+        chunks = ldg_i32(counts + u64(CHUNKS_AT))
+        lone = ldg_i32(counts + u64(RUNS_AT)) == 1
+        blocks = i32(cuda.gridDim.x)
+        at_once = i32(1) if chunks * HV <= blocks else i32(R)
+        items = i32(chunks * (HV if at_once == 1 else HV // R))
+        left = turns(items, chunks, lone, blocks)
+        ticket = i32(cuda.blockIdx.x)            # thread 0: the next item, behind the blocks' first ones
+        next_chunk, next_first = place(i32(cuda.blockIdx.x), items, at_once)
+        if next_chunk >= 0 and tid < 16:
+            cp16(sm + LIST + tid * 16, chunk_rows + u64(next_chunk * 256 + tid * 16), 16)
             cp_wait_all()
         cuda.syncthreads()
-        pdl_wait()                             # inputs are there, and the scan before has read its records and flags
+        # Inputs are there, and the scan before has read its records and flags. Only now may this call's scan begin: it
+        # takes a raised flag for this call's.
+        pdl_wait()
         pdl_launch()
         gates = (f32(0), f32(0), f32(0), f32(0))
-        if item < items:
-            fetch_rows(sm, qkv, stride, item % GROUPS // PER_KEY, tid)
-            if warp < R:
-                gates = fetch_gates(sm, g, beta, g_stride, beta_stride, item % GROUPS * R + warp, lane)
-        while item < items:
+        if next_chunk >= 0:
+            if tid == 0 and lone and left > 1:
+                ticket = take_ticket(progress + u64(TICKETS * 4))
+            fetch_rows(sm, qkv, stride, next_first // PER_KEY, tid)
+            if warp < at_once:
+                gates = fetch_gates(sm, g, beta, g_stride, beta_stride, next_first + warp, lane)
+        while next_chunk >= 0:
             sm = opaque(shared)
             tid = opaque(i32(cuda.threadIdx.x))
             warp = i32(tid >> 5)
             lane = i32(tid & 31)
             gg = i32(lane >> 2)
             tt = i32(lane & 3)
-            chunk = i32(item // GROUPS)
-            first = i32(item % GROUPS * R)           # value head
-            item = i32(item + step)
+            chunk = i32(next_chunk)
+            first = i32(next_first)                  # value head
             records = record + u64(chunk * HV + first) * u64(RECORD)
             # running sum of g over the chunk, two tokens a lane; no token's sum may know the next one's g, even to an ulp
-            if warp < R:
+            if tid == 0:
+                sts_u32(sm + NEXT, u32(blocks + ticket if left > 1 else items))
+            if warp < at_once:
                 s = gates[0] + gates[1]
                 for shift in range(5):
                     o = cuda.shfl_up_sync(0xffffffff, s, 1 << shift)
@@ -233,17 +274,22 @@ def make_prepare(HK: int, HV: int):
                 sts2(head + BETA + lane * 8, gates[2], gates[3])
             else:
                 # the two zero blocks of each image, and the flags of the state stored after this chunk
-                for z in range(warp - R, 4 * R, 8 - R):
+                for z in range(warp - at_once, 4 * at_once, 8 - at_once):
                     at = records + u64((z >> 2) * RECORD + ((z >> 1) & 1) * IMAGE + (z & 1) * 4096 + 1024 + lane * 16)
                     stg_u32x4(at, (u32(0), u32(0), u32(0), u32(0)))
-                if warp == 7 and lane < 2 * R:
+                if warp == 7 and lane < SLABS * at_once:
                     slot = ldg_i32(chunk_slots + u64(chunk * 4))
                     if slot >= 0:
-                        stg_u32(flags + u64(((slot * HV + first) * 2 + lane) * 4), u32(0))
+                        stg_u32(flags + u64(((slot * HV + first) * SLABS + lane) * 4), u32(0))
             cp_wait_all()
             cuda.syncthreads()
-            if item < items and tid >= THREADS - 16:                    # all have read the list
-                cp16(sm + LIST + (tid & 15) * 16, chunk_rows + u64(item // GROUPS * 256 + (tid & 15) * 16), 16)
+            next_chunk, next_first = place(lds_i32(sm + NEXT), items, at_once)
+            left = i32(left - 1)
+            if next_chunk >= 0:
+                if tid == 0 and left > 1:
+                    ticket = take_ticket(progress + u64(TICKETS * 4)) if lone else i32(ticket + blocks)
+                if tid >= THREADS - 16:                                 # all have read the list
+                    cp16(sm + LIST + (tid & 15) * 16, chunk_rows + u64(next_chunk * 256 + (tid & 15) * 16), 16)
 
             # k k^T (warps 0-3) and q k^T (warps 4-7): 16 rows a warp, columns up to the diagonal block.
             # The operands are the bf16 inputs themselves: products are exact, normalisation comes after.
@@ -291,15 +337,15 @@ def make_prepare(HK: int, HV: int):
                     for e in range(2):
                         acc[4 * n + e] *= n0 * rj[e]
                         acc[4 * n + 2 + e] *= n1 * rj[e]
-            if item < items:
-                fetch_rows(sm, qkv, stride, item % GROUPS // PER_KEY, tid)
-                if warp < R:
-                    gates = fetch_gates(sm, g, beta, g_stride, beta_stride, item % GROUPS * R + warp, lane)
+            if next_chunk >= 0:
+                fetch_rows(sm, qkv, stride, next_first // PER_KEY, tid)
+                if warp < at_once:
+                    gates = fetch_gates(sm, g, beta, g_stride, beta_stride, next_first + warp, lane)
 
             # Decays.  warps 0-3: A = strict lower of beta_i (k_i k_j) 2^(c_i - c_j); warps 4-7: P, into the record.
             # Left of the diagonal block 2^(c_i - c_j) = 2^(c_i - c_m) 2^(c_m - c_j), m the token before the strip:
             # both at most 1, and few of them.
-            for h in range(R):
+            for h in range(at_once):
                 head = sm + HEADS + h * HEAD
                 c0 = lds(head + CUM + i0 * 4)
                 c1 = lds(head + CUM + i0 * 4 + 32)
@@ -342,7 +388,7 @@ def make_prepare(HK: int, HV: int):
                             out = image + u64(block_at(strip, strip) + (n & 1) * 128)
                             stg_u32(out, pack16(x0, x1))
                             stg_u32(out + u64(256), pack16(x2, x3))
-            if tid < R * 64:
+            if tid < at_once * 64:
                 h = i32(tid >> 6)
                 i = i32(tid & 63)
                 head = sm + HEADS + h * HEAD
@@ -358,7 +404,7 @@ def make_prepare(HK: int, HV: int):
             cuda.syncthreads()
 
             # D_i, the inverses of the 16 x 16 diagonal blocks of I + A, in fp32: a thread solves one column
-            if warp < 2 * R:
+            if warp < 2 * at_once:
                 head = sm + HEADS + (warp >> 1) * HEAD
                 blk = i32((warp & 1) * 2 + (lane >> 4))
                 col = i32(lane & 15)
@@ -369,15 +415,15 @@ def make_prepare(HK: int, HV: int):
             cuda.syncthreads()
 
             # Off-diagonal blocks of T by block columns, transposed: T_ij^T = -(sum_l T_lj^T A_il^T) D_i^T
-            if warp < 2 * R:
-                h = i32(warp if warp < R else warp - R)
+            if warp < 2 * at_once:
+                h = i32(warp if warp < at_once else warp - at_once)
                 head = sm + HEADS + h * HEAD
                 image = records + u64(h * RECORD + T_AT + lane * 4)
                 off = head + OFF + lane * 16
                 inv = head + INV + lane * 16
                 t = cuda.local.array(8, f32)
                 clear(t)
-                if warp < R:                                          # column 0
+                if warp < at_once:                                    # column 0
                     b0 = lds(head + BETA + gg * 4)
                     b1 = lds(head + BETA + gg * 4 + 32)
                     t0 = ldsm_t(inv)
@@ -408,7 +454,7 @@ def make_prepare(HK: int, HV: int):
                     block_mma(t, ldsm_t(inv + 1024), off + block_at(3, 2))
                     next_block(inv + 1536, t, image + u64(block_at(3, 2)), b0, b1)
             else:                                                     # the diagonal
-                for d in range(warp - 2 * R, 4 * R, 8 - 2 * R):
+                for d in range(warp - 2 * at_once, 4 * at_once, 8 - 2 * at_once):
                     h = i32(d >> 2)
                     j = i32(d & 3)
                     head = sm + HEADS + h * HEAD
@@ -420,9 +466,13 @@ def make_prepare(HK: int, HV: int):
                     b = lds2(head + BETA + (j * 16 + tt * 2) * 4 + 32)
                     stg_u32(out + u64(128), pack16(low16(x[1]) * b[0], high16(x[1]) * b[1]))
                     stg_u32(out + u64(384), pack16(low16(x[3]) * b[0], high16(x[3]) * b[1]))
+            if lone:
+                fence_global()
             cuda.syncthreads()                                        # the next item overwrites CUM and BETA
+            if lone and tid < SLABS * at_once:
+                raise_flag(progress + u64((FIRST + (chunk * HV + first) * SLABS + tid) * 4))
 
     return prepare, SMEM
 
 
-SIGNATURE = void(u64, u64, u64, u64, u64, u64, u64, u64, i32, i32, i32)
+SIGNATURE = void(*[u64] * 9, i32, i32, i32)

@@ -25,36 +25,39 @@ run that starts from a slot waits, with acquire semantics, until the flag is 4. 
 load is a bulk copy, so both sides have a proxy fence. ``prepare`` zeroes the flags: it runs after the scan before it is
 complete (its ``pdl_wait``) and completes before this scan looks at them.
 
+One sequence alone, a single run, has no states to wait for, and leaves multiprocessors idle. There this kernel does not wait
+for ``prepare`` but takes its chunks as they are announced (``hopper_gdn_flags``), in the order in which they are made.
+
 No deadlock. Runs are ordered parents first, so an item waits only for items of lower number (or for an earlier run of
 its own block, whose copies were issued before the wait). A CTA finishes its items in increasing order; so the lowest
 unfinished item, once its CTA is resident, never waits. All CTAs become resident: the grid is at most one per
 multiprocessor, kernels before do not wait for this one, and a dependent kernel starts only after all CTAs here have
-begun. A state that nobody stores would be waited for in vain: after some seconds the kernel traps.
+begun. ``prepare``, whose flags are awaited too, is complete or all its CTAs are resident when the first CTA here begins.
+What nobody announces would be waited for in vain: after some seconds the kernel traps.
 
 States are float32, [slot, value head, slab] x 32 KB, in the order of the accumulators (see ``state_matrices``), so a
 run that resumes has the bits of one that carried on in registers.
 """
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
 from jev_kernels import pool
+from jev_kernels.hopper_gdn_flags import FIRST, SLABS, TICKETS, await_flag, count_up, fence_global, lower_flags
 from jev_kernels.hopper_gdn_prepare import D, IMAGE, LAST_AT, P_AT, RECORD, SK_AT, SQ_AT, SU_AT, T_AT
 from jev_kernels.hopper_gdn_wgmma import wgmma, wgmma_wait
 from jev_kernels.ptx import (
     bulk, cp16, cp_arrive, cp_wait_all, f32, fence_async, high, i32, ldg_i32, ldg_u32x4, lds, lds2, lds4, lds_i32,
-    ldsm_t, low, mbar_arrive, mbar_expect, mbar_fence, mbar_init, mbar_wait, pack, pack16, pdl_launch, pdl_wait,
-    ptx, smem_addr, stg_u32, stg_u32x4, sts_u32, transpose8, u32, u64, uniform, void)
+    ldsm_t, low, mbar_arrive, mbar_expect, mbar_fence, mbar_init, mbar_wait, named_sync, pack, pack16, pdl_launch,
+    pdl_wait, ptx, smem_addr, stg_u32, stg_u32x4, sts_u32, transpose8, u32, u64, uniform, void)
 
 WARPS = 4                     # that compute, 16 value columns each
 COPY_WARPS = 4
 THREADS = (WARPS + COPY_WARPS) * 32
 SLAB = WARPS * 16
-SLABS = D // SLAB
+assert SLABS == D // SLAB
 STAGES = 3
 BLOCK = 8                     # runs of an item, at most
 LATE = 4                      # k16 steps of q S issued before T Y; the rest keeps the tensor cores busy after it
@@ -69,21 +72,6 @@ ldg_i32x4 = ptx("ldg_i32x4", (i32, 4), (u64,), "ld.global.v4.s32 {$0,$1,$2,$3}, 
                 sim=lambda at: tuple(np.uint32(x).astype(np.int32) for x in ldg_u32x4(at)))
 stg4 = ptx("stg4", void, (u64, f32, f32, f32, f32), "st.global.v4.f32 [$0], {$1,$2,$3,$4};", "l,f,f,f,f",
            sim=lambda at, *x: stg_u32x4(at, [np.float32(v).view(np.uint32) for v in x]))
-signal = ptx("signal", void, (u64,), "red.release.gpu.global.add.u32 [$0], 1;", "l",
-             sim=lambda at: stg_u32(at, ldg_i32(at) + 1))
-fence_global = ptx("fence_global", void, (), "fence.proxy.async.global;", "", sim=lambda: None, since=(9, 0))
-
-
-def _until_set(at, value):
-    me = threading.current_thread()
-    me.block.wait(me, lambda: ldg_i32(at) >= value, "the flag of a state")
-
-
-await_flag = ptx("await_flag", void, (u64, i32),                    # (flag, value); traps after some seconds
-                 "{ .reg .pred p; .reg .b32 x, n; mov.u32 n, 0;"
-                 " W: ld.acquire.gpu.global.u32 x, [$0]; setp.ge.u32 p, x, $1; @p bra D;"
-                 " nanosleep.u32 32; add.u32 n, n, 1; setp.lt.u32 p, n, 0x2000000; @p bra W; trap; D: }", "l,r",
-                 sim=_until_set)
 
 
 # ---------------------------------------------------------------- products
@@ -162,8 +150,10 @@ def make_scan(HK: int, HV: int):
     R = HV // HK
     HEADS = HV * SLABS                         # (value head, slab) pairs
 
-    def scan(qkv, o, counts, chunk_rows, chunk_out_rows, chunk_slots, runs, record, states, flags, stride, o_stride):
+    def scan(qkv, o, counts, chunk_rows, chunk_out_rows, chunk_slots, runs, record, states, flags, progress, stride,
+             o_stride):
         """qkv: BF16 rows q|k|v; o: BF16; row strides in elements. See the module."""
+        pdl_launch()
         sm = i32((smem_addr(cuda.shared.array(0, types.uint8)) + 1023) & ~1023)
         tid = i32(cuda.threadIdx.x)
         warp = uniform(tid >> 5)                # wgmma needs ptxas to know that it is uniform
@@ -183,6 +173,8 @@ def make_scan(HK: int, HV: int):
         stage = i32(0)
         phase = i32(0)
         state_phase = i32(0)
+        n_runs = ldg_i32(counts + u64(RUNS_AT))
+        lone = n_runs == 1                       # then chunks are taken as ``prepare`` announces them
         if warp >= WARPS:
             me = i32(tid - WARPS * 32)
             c = i32(me & 15)                     # my 16-byte piece of rows kr, kr + 8, ... of k and q
@@ -191,7 +183,6 @@ def make_scan(HK: int, HV: int):
             k_to = i32((c >> 3) * 8192 + kr * 128 + (((c & 7) ^ (kr & 7)) << 4))
             v_to = i32(VS + vr * 128 + (((me & 7) ^ (vr & 7)) << 4))
             mine = cuda.local.array(12, i32)     # the rows to copy, fetched a chunk ahead
-            n_runs = ldg_i32(counts + u64(RUNS_AT))
             group = runs_of_item(n_runs)
             items = i32((n_runs + group - 1) // group * HEADS)
             item = i32(cuda.blockIdx.x)
@@ -204,8 +195,14 @@ def make_scan(HK: int, HV: int):
                 fetch_list(mine, chunk_rows, first, kr, vr)
                 slot = ldg_i32(chunk_slots + u64(first * 4))
             kept = False
-            pdl_wait()
-            pdl_launch()
+            ready = i32(0)                       # chunks of a lone run that have been announced, to the first warp
+            if not lone:
+                pdl_wait()
+            elif count > 0:
+                # The first flag also says that what was before ``prepare`` has ended: q, k and v are there, for all.
+                if me < 32:
+                    ready = lower_flags(progress + u64((FIRST + first * HEADS + head) * 4), HEADS * 4, count, lane)
+                named_sync(1, COPY_WARPS * 32)
             while count > 0:
                 run = i32(run + 1)
                 if run == end:
@@ -225,6 +222,9 @@ def make_scan(HK: int, HV: int):
                     mbar_wait(empty + stage * 8, phase ^ 1)
                     base = i32(sm + stage * STAGE)
                     bar = i32(full + stage * 8)
+                    if lone and me < 32 and n >= ready:
+                        at = progress + u64((FIRST + chunk * HEADS + head) * 4)
+                        ready = i32(n + lower_flags(at, HEADS * 4, count - n, lane))
                     if me == 0:
                         sts_u32(base + SLOT, slot)
                         if n == 0:
@@ -243,13 +243,14 @@ def make_scan(HK: int, HV: int):
                         cp16(base + v_to + it * 2048, v_at + u64(max(mine[8 + it], i32(0))) * u64(stride * 2), size)
                     if me < 16:
                         cp16(base + OUT + me * 16, chunk_out_rows + u64(chunk * 256 + me * 16), 16)
+                    cp_arrive(bar)
+                    # Behind the copies, which shall not wait for what is known of the next run.
                     ahead = i32(chunk + 1)
                     if n + 1 == count:
                         ahead = first2
                     if n + 1 < count or count2 > 0:
                         fetch_list(mine, chunk_rows, ahead, kr, vr)
                         slot = ldg_i32(chunk_slots + u64(ahead * 4))
-                    cp_arrive(bar)
                     if n == 0 and code & FRESH:
                         if me == 0:
                             mbar_wait(state_empty, state_phase ^ 1)
@@ -263,6 +264,7 @@ def make_scan(HK: int, HV: int):
                     if stage == STAGES:
                         stage = i32(0)
                         phase = i32(phase ^ 1)
+                ready = i32(0)
                 first = first2
                 count = count2
                 start = start2
@@ -274,10 +276,15 @@ def make_scan(HK: int, HV: int):
                 mbar_arrive(full + stage * 8)
             cp_arrive(full + stage * 8)
             cp_wait_all()
+            if me == 0:
+                pdl_wait()                         # this kernel shall not be over before ``prepare`` is
+                if lone and cuda.blockIdx.x == 0:
+                    stg_u32(progress + u64(TICKETS * 4), u32(0))
         else:
             gg = i32(lane >> 2)
             tt = i32(lane & 3)
-            pdl_wait()                             # before storing anything
+            if not lone:
+                pdl_wait()                         # before storing anything
             row7 = i32(lane & 7)
             v_lane = i32((row7 + ((lane >> 4) << 3)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ row7) << 4))
             s = cuda.local.array(64, f32)          # S^T: 16 value columns x 128 key dims
@@ -395,7 +402,7 @@ def make_scan(HK: int, HV: int):
                         fence_global()
                         cuda.syncwarp()
                         if lane == 0:
-                            signal(flags + u64((slot * HEADS + head) * 4))
+                            count_up(flags + u64((slot * HEADS + head) * 4))
                     stage = i32(stage + 1)
                     if stage == STAGES:
                         stage = i32(0)
@@ -407,7 +414,7 @@ def make_scan(HK: int, HV: int):
     return scan
 
 
-SIGNATURE = void(*[u64] * 10, i32, i32)
+SIGNATURE = void(*[u64] * 11, i32, i32)
 
 
 def state_matrices(states: np.ndarray) -> np.ndarray:

@@ -90,15 +90,18 @@ class Buffers:
         table = reference.rope_table(max_length, config.rotary_dim, config.rope_theta)
         states = gdn.states_shape(MAX_SLOTS, heads)
         scratch = gdn.scratch_bytes(chunks, MAX_SLOTS, config.linear_num_key_heads, heads, gdn.on_hopper())
+        progress = gdn.progress_entries(chunks, heads, gdn.on_hopper())
         entries = max(b.size for b in buckets)
         self.arena = device.Arena(sum(sizes.values()) + array_bytes(table.shape) + array_bytes(states, np.float32)
-                                  + array_bytes(scratch, np.uint8) + array_bytes(entries, np.int32),
+                                  + array_bytes(scratch, np.uint8) + array_bytes(progress, np.uint32)
+                                  + array_bytes(entries, np.int32),
                                   f"activations of {max(b.rows for b in buckets)} rows")
         self.metadata = self.arena.take(entries, np.int32)
         self.metadata_at = address(self.metadata)
         self.rope_table = self.arena.take(table.shape)
         self.states = self.arena.take(states, np.float32)
         self.scratch = self.arena.take(scratch, np.uint8)
+        self.progress = self.arena.take(progress, np.uint32)
         self.at = {name: self.arena.take(size, np.uint8) for name, size in sizes.items()}
         stream = device.Stream()
         host = device.pinned(table.shape, np.uint16)
@@ -107,6 +110,8 @@ class Buffers:
         # Rows beyond the live ones are multiplied like any other: they must hold numbers, not what was in memory.
         for name in sizes:
             device.fill(self.at[name].view(np.int32), 0, stream)
+        if progress:
+            device.fill(self.progress, 0, stream)
         stream.synchronize()
         self.rows_written = 0                 # behind them all rows that GEMMs read are zeros still, see ``CudaOps.clear``
 
@@ -265,7 +270,7 @@ class CudaOps:
     def gated_delta_rule(self, qkv, g, beta, pool):
         m, o = self.metadata, self.activations["mixed/linear_attention"]
         self._launch(gdn.gated_delta_rule, qkv, g, beta, o, m["counts"], m["chunk_rows"], m["chunk_out_rows"],
-                     m["chunk_slots"], m["runs"], self.buffers.states, self.buffers.scratch)
+                     m["chunk_slots"], m["runs"], self.buffers.states, self.buffers.scratch, self.buffers.progress)
         return o
 
     def gated_rms_norm(self, o, projected, weight: Weight):

@@ -120,6 +120,8 @@ class Problem:
         self.states = torch.empty(gdn.states_shape(pool.n_slots, value_heads), device="cuda")
         size = gdn.scratch_bytes(chunks, self.states.shape[0], key_heads, value_heads, self.hopper)
         self.scratch = torch.empty(max(size, 16), dtype=torch.uint8, device="cuda")
+        self.progress = torch.zeros(max(gdn.progress_entries(chunks, value_heads, self.hopper), 1), dtype=torch.int32,
+                                    device="cuda")
         self.counts = torch.zeros(COUNTS, dtype=torch.int32)
         self.counts[ROWS], self.counts[CHUNKS], self.counts[RUNS] = pool.n_rows, len(pool.chunk_rows), len(pool.runs)
 
@@ -131,7 +133,7 @@ class Problem:
             self.counts.cuda(), indices(pool.chunk_rows, chunks), indices(pool.chunk_out_rows, chunks),
             indices(pool.chunk_slots, chunks), indices(pool.runs, runs))]
         self.arguments = (self.qkv, self.g, self.beta, bf16(self.out), *self.metadata, Array(self.states, "<f4"),
-                          Array(self.scratch, "|u1"))
+                          Array(self.scratch, "|u1"), Array(self.progress, "<u4"))
         self.poison()
 
     def poison(self) -> None:
@@ -147,6 +149,7 @@ class Problem:
         """The output, BF16 [rows, value heads, 128], after a check that only live rows were written."""
         self.launch(pdl)
         torch.cuda.synchronize()
+        assert not self.progress.any()
         assert torch.isnan(self.out[self.pool.n_rows:].float()).all()
         return self.out[:self.pool.n_rows].reshape(-1, self.heads[1], D)
 
@@ -176,9 +179,10 @@ def capture(call, n: int = 1) -> torch.cuda.CUDAGraph:
 
 
 def one_pass(hopper: bool) -> None:
-    """A small tree, once, for compute-sanitizer."""
+    """A small tree and a sequence by itself, once, for compute-sanitizer."""
     shared = np.arange(66)
-    p = Problem([shared, np.r_[shared, 900], np.r_[shared[:64], 901, 902], np.r_[shared[:3], 903]], key_heads=1,
-                value_heads=3, hopper=hopper)
-    assert error(p.run(pdl=False), reference(p.pool, *p.data)) <= 4e-3
+    tree = [shared, np.r_[shared, 900], np.r_[shared[:64], 901, 902], np.r_[shared[:3], 903]]
+    for sequences in (tree, [shared]):
+        p = Problem(sequences, key_heads=1, value_heads=3, hopper=hopper)
+        assert error(p.run(pdl=False), reference(p.pool, *p.data)) <= 4e-3
     print("one pass: ok")

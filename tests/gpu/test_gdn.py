@@ -150,6 +150,18 @@ def test_bits_depend_on_the_prefix_alone(hopper):
                 same_bits(out, alone[i], f"sequence {i} in a group of {len(group)}")
 
 
+@pytest.mark.parametrize("rows", [64, 400, 1700, 4000])
+def test_a_sequence_alone_has_the_bits_it_has_in_company(hopper, rows):
+    """Alone the scan follows the first kernel chunk by chunk, some of whose blocks leave early."""
+    table = inputs(100_003, "plain", 16, 48)
+    mine, other = sequences(rows, 90)
+    out = []
+    for chosen in ([mine], [mine, other]):
+        p = Problem(chosen, data=keyed(Problem(chosen, hopper=hopper), table), hopper=hopper)
+        out.append(p.run()[torch.from_numpy(p.rows_of(0)).cuda()])
+    same_bits(*out, f"{rows} rows")
+
+
 @pytest.mark.parametrize("live", [1, 2, 17, 40, 63])
 def test_what_follows_in_a_chunk_changes_no_bit(hopper, live):
     """Later rows of a chunk meet coefficients that are zero. Whatever their values and decays: no sum may notice."""
@@ -164,14 +176,16 @@ def test_what_follows_in_a_chunk_changes_no_bit(hopper, live):
 
 
 def test_layers_in_a_graph(hopper):
-    """48 calls back to back under dependent launch, replayed, on six sets of inputs, with shared scratch and states."""
-    layers = [Problem(TREES["three levels"] if n % 2 else TREES["questions"], hopper=hopper, seed=n) for n in range(6)]
+    """48 calls back to back under dependent launch, replayed, on six sets of inputs, with one scratch, one progress and
+    one set of states for all, as in a forward pass: trees, and sequences that are alone, where the two kernels overlap."""
+    pools = (TREES["three levels"], sequences(2500), sequences(70), TREES["questions"], sequences(1700), sequences(130))
+    layers = [Problem(pool, hopper=hopper, seed=n) for n, pool in enumerate(pools)]
     wanted = []
     for p in layers:
         wanted.append(p.run(pdl=False).clone())
-    room = max(layers, key=lambda p: p.scratch.numel()), max(layers, key=lambda p: p.states.numel())
-    for p in layers:                                   # one scratch and one set of states for all, as in a forward pass
-        p.arguments = (*p.arguments[:-2], room[1].arguments[-2], room[0].arguments[-1])
+    shared = [max((p.arguments[at] for p in layers), key=lambda a: a.tensor.numel()) for at in (-3, -2, -1)]
+    for p in layers:
+        p.arguments = (*p.arguments[:-3], *shared)
 
     def forward():
         for n in range(48):
@@ -184,6 +198,7 @@ def test_layers_in_a_graph(hopper):
         graph.replay()
         graph.replay()
         torch.cuda.synchronize()
+        assert not shared[-1].tensor.any()
         for p, want in zip(layers, wanted):
             assert torch.equal(p.out[:p.pool.n_rows].reshape(want.shape), want)
 
@@ -207,8 +222,8 @@ def test_a_graph_follows_its_metadata(hopper):
 def test_arguments_are_checked():
     p = Problem(sequences(5))
     names = ("qkv", "g", "beta", "o", "counts", "chunk_rows", "chunk_out_rows", "chunk_slots", "runs", "states",
-             "scratch")
-    for at, name in enumerate(names[:None if gdn.on_hopper() else -1]):        # only the Hopper kernels use scratch
+             "scratch", "progress")
+    for at, name in enumerate(names[:None if gdn.on_hopper() else -2]):        # only the Hopper kernels use the last two
         wrong = list(p.arguments)
         wrong[at] = torch.zeros(3, 3, dtype=torch.float64, device="cuda")
         with pytest.raises(ValueError, match=name):

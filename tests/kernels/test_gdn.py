@@ -1,6 +1,8 @@
 """The gated delta rule in the simulator: both versions of it against float64, over trees, in any company."""
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -47,8 +49,10 @@ class Problem:
         states = np.full(gdn.states_shape(self.pool.n_slots, heads), np.nan, np.float32)
         size = gdn.scratch_bytes(len(self.indices[0]), len(states), key_heads, heads, hopper)
         scratch = np.full(max(size, 16), 0xFF, np.uint8)
-        gdn.gated_delta_rule(0, self.qkv, self.g, self.beta, out, self.counts, *self.indices, states, scratch,
+        progress = np.zeros(gdn.progress_entries(len(self.indices[0]), heads, hopper), np.uint32)
+        gdn.gated_delta_rule(0, self.qkv, self.g, self.beta, out, self.counts, *self.indices, states, scratch, progress,
                              hopper=hopper)
+        assert not progress.any()
         n = self.pool.n_rows
         assert (out[n:] == 0x7FC1).all()
         return out[:n].reshape(n, heads, D), gdn.state_matrices(states, hopper)
@@ -99,6 +103,38 @@ def test_heads(hopper, heads):
     out = p.run(hopper)[0]
     ref = p.expected()
     assert max(error(out[:, h], ref[:, h]) for h in range(heads[1])) <= 2.5e-3
+
+
+@pytest.mark.parametrize("number", [0, 99])
+def test_blocks_that_leave(number, monkeypatch):
+    """Over one sequence alone blocks of the first kernel on low multiprocessors leave after an item; the first one stays."""
+    p, drew, take = Problem([np.arange(257)]), set(), hopper_gdn_prepare.take_ticket
+
+    def taken(at):
+        drew.add(int(threading.current_thread().blockIdx.x))
+        return take(at)
+
+    monkeypatch.setattr(gdn, "multiprocessors", lambda: 4)
+    for name, value in (("RESIDENT", 1), ("PACE", 1), ("take_ticket", taken), ("smid", lambda: np.int32(number))):
+        monkeypatch.setattr(hopper_gdn_prepare, name, value)
+    assert error(p.run(True)[0], p.expected()) <= 2.5e-3
+    assert drew == ({0, 1, 2, 3} if number else {0})
+
+
+def test_a_scan_that_is_not_launched_leaves_no_flag(monkeypatch):
+    """What the first kernel has announced would be taken for the next call's."""
+    first, _ = hopper_gdn.kernels(1, 1)
+    zeroed = []
+
+    def fails(*args, **options):
+        raise RuntimeError("CUDA: out of resources")
+
+    monkeypatch.setattr(hopper_gdn, "kernels", lambda *heads: (first, fails))
+    monkeypatch.setattr(hopper_gdn.device, "zero", lambda at, nbytes, stream: zeroed.append(nbytes))
+    p = Problem([np.arange(3)], spare=0)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        p.run(True)
+    assert zeroed == [4 * hopper_gdn.progress_entries(1, 1)]
 
 
 def test_runs_of_one_item_share_their_state(monkeypatch):
@@ -152,8 +188,9 @@ def records(p):
     """Of the first Hopper kernel by itself, over one chunk of one head: T, P [64, 64] and SK, SQ [64]."""
     scratch = np.full(hopper_gdn.scratch_bytes(1, 1, 1), 0xFF, np.uint8)
     kernel, _ = hopper_gdn.kernels(1, 1)
+    progress = np.zeros(hopper_gdn.progress_entries(1, 1), np.uint32)
     kernel(0, 1, *map(address, (p.qkv, p.g, p.beta, p.counts, p.indices[0], p.indices[2], scratch)),
-           address(scratch) + hopper_gdn.record_bytes(1, 1), p.qkv.shape[1], 1, 2)
+           address(scratch) + hopper_gdn.record_bytes(1, 1), address(progress), p.qkv.shape[1], 1, 2)
 
     def image(at):
         blocks = scratch[at:at + hopper_gdn_prepare.IMAGE].view(np.float16).astype(np.float64).reshape(12, 2, 2, 8, 8)
@@ -200,10 +237,10 @@ def test_arguments_are_checked():
     out = np.zeros((len(p.qkv), D), np.uint16)
     good = dict(qkv=p.qkv, g=p.g, beta=p.beta, o=out, counts=p.counts,
                 **dict(zip(("chunk_rows", "chunk_out_rows", "chunk_slots", "runs"), p.indices)), states=states,
-                scratch=scratch)
+                scratch=scratch, progress=np.zeros(38, np.uint32))
     bad = dict(qkv=p.qkv[:, 1:], g=p.g.astype(np.float64), beta=p.beta[:-1], o=out[:, :64], counts=p.counts[:3],
                chunk_rows=p.indices[0][:, :32], chunk_out_rows=p.indices[1][1:], chunk_slots=p.indices[2][1:],
-               runs=p.indices[3][:, :3], states=states[:, :, :64], scratch=scratch[:100])
+               runs=p.indices[3][:, :3], states=states[:, :, :64], scratch=scratch[:100], progress=np.zeros(37, np.uint32))
     for name, value in bad.items():
         with pytest.raises(ValueError, match=name):
             gdn.gated_delta_rule(0, **{**good, name: value}, hopper=True)
