@@ -379,7 +379,8 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
     counts, chunk_rows, chunk_out_rows, chunk_slots, runs     int32, as ``jev_kernels.pool`` says
     states  float32 of ``states_shape``: a slot is stored (once) and read within the call
     scratch uint8 [>= ``scratch_bytes``], 16-byte aligned
-    progress  uint32 [>= ``progress_entries``]: zeros, and zeros again after the call
+    progress  uint32 [>= ``progress_entries``]: zeros, and zeros again after the call. One for calls that follow one another
+            in a stream, whatever their capacities. Where there is one run, all chunks must be its: counts are trusted
     pdl     launched with programmatic dependent launch
     hopper  which kernels; by default those for the current device
 

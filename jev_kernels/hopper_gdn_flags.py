@@ -13,7 +13,7 @@ What is announced was written by ordinary stores and is read by bulk copies, thr
 
 Why a raised progress flag is always this call's: ``prepare`` lets the scan start only after its own ``pdl_wait``, when the
 scan before, and all that it followed, has ended; that scan lowered every flag. It in turn does not end before its
-``prepare`` has (its last ``pdl_wait``). A scan without ``pdl_wait`` may read q, k and v, and overwrite what earlier kernels
+``prepare`` has (its last ``pdl_wait``), so that whoever waits for it has waited for all. A scan without ``pdl_wait`` may read q, k and v, and overwrite what earlier kernels
 read, once one thread of a block has seen a flag and the others have met it at a barrier: ``prepare`` raised it after its own
 wait for those kernels.
 """
@@ -23,13 +23,14 @@ import threading
 
 import numpy as np
 from numba import cuda
+from numba.cuda.core import config
 
 from jev_kernels.ptx import ballot, i32, ldg_i32, ptx, stg_u32, u32, u64, void
 
 SLABS = 2                     # of a value head's columns: CTAs of the scan that read a record
 TICKETS = 0                   # entry of progress: items taken
 FIRST = 32                    # entry of the first flag, a cache line further on
-TRIES = 1 << 24               # some seconds
+TRIES = 1 if config.ENABLE_CUDASIM else 1 << 24          # some seconds; simulated, ``prepare`` has ended when the scan begins
 
 
 def progress_entries(chunks: int, value_heads: int) -> int:
@@ -82,11 +83,11 @@ def lower_flags(at, step, left, lane):
     tries = i32(0)
     while raised == 0:
         raised = trailing_ones(ballot(ldg_acquire(mine) if lane < left else i32(0)))
-        tries = i32(tries + 1)
         if raised == 0:
+            tries = i32(tries + 1)
+            if tries == TRIES:
+                trap()
             pause()
-        if tries == TRIES:
-            trap()
     if lane < raised:
         stg_u32(mine, u32(0))
     cuda.syncwarp()

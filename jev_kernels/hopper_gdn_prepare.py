@@ -16,9 +16,10 @@ one's q, k, g and beta while it works. A group has at most three heads, and one 
 first item of a CTA is its own number.
 
 A sequence alone occupies 2 HV multiprocessors with its scan. There the scan follows this kernel chunk by chunk
-(``hopper_gdn_flags``): CTAs on as many multiprocessors leave after an item or two and make room for it, the others do
-the rest meanwhile, ahead of it, drawing tickets. Who leaves is decided by the multiprocessor's number, and only speed
-depends on that: CTA 0 always stays, and takes what nobody else does.
+(``hopper_gdn_flags``): CTAs on as many multiprocessors, and one more, leave after a few items (one on 132
+multiprocessors, up to 8,768 tokens) and make room for it; the others do the rest meanwhile, ahead of it. Items beyond the
+first are then drawn by ticket. Who leaves is decided by the multiprocessor's number, and only speed depends on that: CTA
+0 always stays, and takes what nobody else does.
 
 The record of a (chunk, value head), RECORD bytes, copied into shared memory by the scan as it is:
 T and P are lower triangular, in 16 x 16 blocks: of the upper block rows (tokens 0-31) columns 0-1, of the lower ones

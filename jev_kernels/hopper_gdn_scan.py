@@ -25,14 +25,15 @@ run that starts from a slot waits, with acquire semantics, until the flag is 4. 
 load is a bulk copy, so both sides have a proxy fence. ``prepare`` zeroes the flags: it runs after the scan before it is
 complete (its ``pdl_wait``) and completes before this scan looks at them.
 
-One sequence alone, a single run, has no states to wait for, and leaves multiprocessors idle. There this kernel does not wait
-for ``prepare`` but takes its chunks as they are announced (``hopper_gdn_flags``), in the order in which they are made.
+One sequence alone, a single run, has no states to wait for, and leaves multiprocessors idle. There this kernel waits for
+the end of ``prepare`` only before its own, and takes chunks as they are announced (``hopper_gdn_flags``), in the order in
+which they are made.
 
 No deadlock. Runs are ordered parents first, so an item waits only for items of lower number (or for an earlier run of
 its own block, whose copies were issued before the wait). A CTA finishes its items in increasing order; so the lowest
 unfinished item, once its CTA is resident, never waits. All CTAs become resident: the grid is at most one per
 multiprocessor, kernels before do not wait for this one, and a dependent kernel starts only after all CTAs here have
-begun. ``prepare``, whose flags are awaited too, is complete or all its CTAs are resident when the first CTA here begins.
+begun. ``prepare``, whose flags are awaited too, waits for nobody here, and its CTAs are resident or gone by then.
 What nobody announces would be waited for in vain: after some seconds the kernel traps.
 
 States are float32, [slot, value head, slab] x 32 KB, in the order of the accumulators (see ``state_matrices``), so a

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jev_kernels import gdn                                             # noqa: E402
+from jev_kernels import gdn, gdn_conv, rms_norm                        # noqa: E402
 from tests.gpu import sanitizer                                        # noqa: E402
-from tests.gpu.gdn_problem import KINDS, Problem, capture, error, inputs, reference      # noqa: E402
+from tests.gpu.gdn_problem import KINDS, Array, Problem, bf16, capture, error, inputs, reference     # noqa: E402
 
 pytestmark = pytest.mark.gpu
 LIMIT = 4e-3
@@ -150,14 +150,16 @@ def test_bits_depend_on_the_prefix_alone(hopper):
                 same_bits(out, alone[i], f"sequence {i} in a group of {len(group)}")
 
 
-@pytest.mark.parametrize("rows", [64, 400, 1700, 4000])
-def test_a_sequence_alone_has_the_bits_it_has_in_company(hopper, rows):
-    """Alone the scan follows the first kernel chunk by chunk, some of whose blocks leave early."""
-    table = inputs(100_003, "plain", 16, 48)
+@pytest.mark.parametrize("rows, value_heads", [(64, 48), (400, 48), (1700, 48), (4000, 48), (9000, 48), (2500, 32)])
+def test_a_sequence_alone_has_the_bits_it_has_in_company(hopper, rows, value_heads):
+    """Alone the scan follows the first kernel chunk by chunk, some of whose blocks leave early: after one item, or after
+    two where there are 9,000 rows."""
+    table = inputs(10_007, "plain", 16, value_heads)
     mine, other = sequences(rows, 90)
     out = []
     for chosen in ([mine], [mine, other]):
-        p = Problem(chosen, data=keyed(Problem(chosen, hopper=hopper), table), hopper=hopper)
+        heads = dict(value_heads=value_heads, hopper=hopper)
+        p = Problem(chosen, data=keyed(Problem(chosen, **heads), table), **heads)
         out.append(p.run()[torch.from_numpy(p.rows_of(0)).cuda()])
     same_bits(*out, f"{rows} rows")
 
@@ -201,6 +203,44 @@ def test_layers_in_a_graph(hopper):
         assert not shared[-1].tensor.any()
         for p, want in zip(layers, wanted):
             assert torch.equal(p.out[:p.pool.n_rows].reshape(want.shape), want)
+
+
+@pytest.mark.parametrize("rows", [70, 600, 2500])
+def test_its_neighbours_in_a_chain(hopper, rows):
+    """Convolution, delta rule and gated norm under dependent launch, of two inputs in turn through the same buffers: nothing
+    is read before it is there, or overwritten before it has been read."""
+    p = Problem(sequences(rows), hopper=hopper)
+    capacity, columns = p.qkv.shape
+    value_columns = p.out.shape[1]
+    parents = Array(torch.arange(-1, capacity - 1, dtype=torch.int32, device="cuda"), "<i4")
+    taps = bf16(0.5 * torch.randn(columns, 4, device="cuda").bfloat16())
+    weight = bf16(torch.randn(128, device="cuda").bfloat16())
+    sets = [[bf16(torch.randn(capacity, n, device="cuda").bfloat16()) for n in (columns, value_columns, value_columns)]
+            for _ in range(2)]
+
+    def chain(x, z, y, pdl):
+        stream = torch.cuda.current_stream().cuda_stream
+        gdn_conv.gdn_conv(stream, x, taps, parents, p.qkv, p.metadata[0], pdl=pdl)
+        p.launch(pdl)
+        rms_norm.gated_rms_norm(stream, p.arguments[3], z, weight, y, p.metadata[0], 1e-6, pdl=pdl)
+
+    wanted = []
+    for x, z, y in sets:
+        chain(x, z, y, False)
+        torch.cuda.synchronize()
+        wanted.append(y.tensor[:rows].clone())
+        assert not torch.isnan(wanted[-1].view(torch.bfloat16).float()).any()
+    assert not torch.equal(*wanted)
+    graph = capture(lambda: [chain(*buffers, True) for buffers in sets], 10)
+    for _ in range(10):
+        for _, _, y in sets:
+            y.tensor.fill_(0x7FC0)
+        p.qkv.tensor.fill_(0x7FC0)
+        p.poison()
+        graph.replay()
+        torch.cuda.synchronize()
+        for (_, _, y), want in zip(sets, wanted):
+            assert torch.equal(y.tensor[:rows], want)
 
 
 def test_a_graph_follows_its_metadata(hopper):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jev.row_pool import build
-from jev_kernels import bf16, gdn, hopper_gdn, hopper_gdn_prepare, hopper_gdn_scan, reference
+from jev_kernels import bf16, gdn, hopper_gdn, hopper_gdn_flags, hopper_gdn_prepare, hopper_gdn_scan, reference
 from jev_kernels.launch import address
 from jev_kernels.pool import CHUNKS, COUNTS, ROWS, RUNS
 
@@ -124,17 +124,32 @@ def test_blocks_that_leave(number, monkeypatch):
 def test_a_scan_that_is_not_launched_leaves_no_flag(monkeypatch):
     """What the first kernel has announced would be taken for the next call's."""
     first, _ = hopper_gdn.kernels(1, 1)
-    zeroed = []
+    progress, zeroed = [], []
 
     def fails(*args, **options):
+        progress.append(args[-3])
         raise RuntimeError("CUDA: out of resources")
 
     monkeypatch.setattr(hopper_gdn, "kernels", lambda *heads: (first, fails))
-    monkeypatch.setattr(hopper_gdn.device, "zero", lambda at, nbytes, stream: zeroed.append(nbytes))
+    monkeypatch.setattr(hopper_gdn.device, "zero", lambda *args: zeroed.append(args))
     p = Problem([np.arange(3)], spare=0)
     with pytest.raises(RuntimeError, match="out of resources"):
         p.run(True)
-    assert zeroed == [4 * hopper_gdn.progress_entries(1, 1)]
+    assert zeroed == [(progress[0], 4 * hopper_gdn.progress_entries(1, 1), 0)]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_items_of_three_heads(several, monkeypatch):
+    """With more chunks than blocks an item has three heads, and a block more than one item: alone by ticket."""
+    monkeypatch.setattr(hopper_gdn_prepare, "RESIDENT", 2)
+    p = Problem([np.arange(129), np.arange(5) + 200][:2 if several else 1], 1, 3)
+    out, ref = p.run(True)[0], p.expected()
+    assert max(error(out[:, h], ref[:, h]) for h in range(3)) <= 2.5e-3
+
+
+def test_trailing_ones():
+    for bits, ones in ((0, 0), (1, 1), (0b1011, 2), (0b0111, 3), (2**31 - 1, 31), (2**31, 0), (2**32 - 1, 32)):
+        assert hopper_gdn_flags.trailing_ones(np.uint32(bits)) == ones
 
 
 def test_runs_of_one_item_share_their_state(monkeypatch):
