@@ -43,8 +43,8 @@ def _float(dtype, bits):
     return bits.astype(np.uint16).view(np.float16).astype(np.float32)
 
 
-def _shared_operand(dtype, block, addr, n, lbo, sbo, swizzle, trans):
-    """16 x n matrix at addr, as the descriptor says."""
+def _shared_cells(addr, n, lbo, sbo, swizzle, trans):
+    """Which 16-bit cells of shared memory are the 16 x n matrix at addr, as the descriptor says."""
     k, c = np.meshgrid(np.arange(16), np.arange(n), indexing="ij")
     if trans:
         at = addr + c // 64 * lbo + k // 8 * sbo + k % 8 * 128 + c % 64 * 2
@@ -54,7 +54,7 @@ def _shared_operand(dtype, block, addr, n, lbo, sbo, swizzle, trans):
         at = addr + k // 8 * lbo + c // 8 * sbo + c % 8 * 16 + k % 8 * 2
     if swizzle:
         at = at ^ (at >> 3 & 0x70)
-    return _float(dtype, block.window.view(np.uint16)[at // 2].astype(np.uint32))
+    return at // 2
 
 
 def _simulated(name, dtype, pieces, lbo, sbo, swizzle, trans, add):
@@ -65,18 +65,21 @@ def _simulated(name, dtype, pieces, lbo, sbo, swizzle, trans, add):
             members = sorted(members, key=lambda m: m[0].thread_id)
             if len({int(m[1][2]) for m in members}) > 1:
                 raise RuntimeError(f"{name}: threads of a warpgroup give different addresses")
-            fresh = set()
+            fresh, cells = set(), []
             for n, d0, a0, off in pieces:
+                cells.append(_shared_cells(int(addr) + off, n, lbo, sbo, swizzle, trans))
                 x = _operand(dtype, [[int(r) for r in m[1][1][a0:a0 + 4]] for m in members])
-                y = x @ _shared_operand(dtype, me.block, int(addr) + off, n, lbo, sbo, swizzle, trans)
+                y = x @ _float(dtype, me.block.window.view(np.uint16)[cells[-1]].astype(np.uint32))
                 y = y.reshape(4, 2, 8, n // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(128, n // 2)
                 for row, (_, (to, _, _)) in zip(y, members):
                     if add or d0 in fresh:
                         row = to[d0:d0 + n // 2] + row
                     to[d0:d0 + n // 2] = row
                 fresh.add(d0)
-            return [None] * len(members)
-        me.block.meet(me, (name, me.thread_id // 128), 128, (d, a, addr), compute, name)
+            return [cells] * len(members)
+        cells = me.block.meet(me, (name, me.thread_id // 128), 128, (d, a, addr), compute, name)
+        if me.block.races:
+            me.block.races.begin_reads(me.thread_id, np.unique(np.concatenate([c.reshape(-1) for c in cells])))
     return product
 
 
@@ -125,7 +128,11 @@ def wgmma_wait(name, left, d_sizes, a_sizes):
     in flight: naming them keeps their registers.
     """
     if config.ENABLE_CUDASIM:
-        return lambda *arrays: None
+        def waited(*arrays):
+            me = threading.current_thread()
+            if me.block.races:
+                me.block.races.end_reads(me.thread_id, left)
+        return waited
     nd = sum(d_sizes)
     cons = ",".join(["=f"] * nd + [str(i) for i in range(nd)] + ["r"] * sum(a_sizes) + ["~{memory}"])
 

@@ -41,13 +41,13 @@ def gmem_addr(array) -> np.uint64:
 def _lds(dtype, n=1):
     size = n * np.dtype(dtype).itemsize
     if n == 1:
-        return lambda address: _shared_bytes(address, size).view(dtype)[0]
-    return lambda address: tuple(_shared_bytes(address, size).view(dtype))
+        return lambda address: _shared_bytes(address, size, write=False).view(dtype)[0]
+    return lambda address: tuple(_shared_bytes(address, size, write=False).view(dtype))
 
 
 def _sts(address, values, dtype):
     values = np.array(values, dtype).reshape(-1)
-    _shared_bytes(address, values.nbytes).view(dtype)[:] = values
+    _shared_bytes(address, values.nbytes, write=True).view(dtype)[:] = values
 
 
 def _ldg(dtype, n=1):
@@ -94,6 +94,7 @@ def cp16(dst, src, size):
         _check_global(int(src), 16)
     if int(dst) % 16:
         raise ValueError(f"cp.async of 16 bytes to a misaligned shared address {int(dst)}")
+    _shared_bytes(dst, 16, write=True)
     threading.current_thread().copies.append((int(dst), int(src), int(size)))
 
 
@@ -105,7 +106,7 @@ def cp_commit():
 
 def _deliver(copies):
     for dst, src, size in copies:
-        to = _shared_bytes(dst, 16)
+        to = _shared_bytes(dst, 16, write=True)
         to[:] = 0
         if size:
             to[:size] = np.frombuffer((ctypes.c_uint8 * size).from_address(src), np.uint8)
@@ -136,8 +137,12 @@ class _Barrier:
     def __init__(self, count):
         self.count = self.pending = count
         self.bytes = self.phase = 0
+        self.released = self.complete = None                     # clocks of the race detector: this phase's, the last one's
 
     def update(self, arrivals, nbytes):
+        me = threading.current_thread()
+        if me.block.races:
+            self.released = me.block.races.release(me.thread_id, self.released)
         self.pending -= arrivals
         self.bytes += nbytes
         if self.pending < 0:
@@ -145,6 +150,7 @@ class _Barrier:
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending = self.count
+            self.released, self.complete = None, self.released
 
 
 def _barrier(address) -> _Barrier:
@@ -177,11 +183,13 @@ def mbar_wait(barrier, parity):
     """Wait until the phase of this parity is complete."""
     b, me = _barrier(barrier), threading.current_thread()
     me.block.wait(me, lambda: b.phase % 2 != int(parity) % 2, f"mbarrier at {int(barrier)}, parity {int(parity)}")
+    if me.block.races:
+        me.block.races.acquire(me.thread_id, b.complete)
 
 
 def bulk(dst, src, nbytes, barrier):
     """A contiguous copy into shared memory; its bytes complete on the barrier."""
-    to = _shared_bytes(dst, int(nbytes), 16)
+    to = _shared_bytes(dst, int(nbytes), 16, write=True)
     if int(src) % 16 or int(nbytes) % 16:
         raise ValueError("bulk copies go by 16 bytes from 16-byte aligned addresses")
     _check_global(int(src), 1)
@@ -333,7 +341,8 @@ def mma_tf32(d, a, b0, b1):
 def _ldmatrix(name, transposed):
     def instruction(address):
         def compute(addresses):
-            rows = np.stack([_shared_bytes(a, 16).view(np.uint16) for a in addresses])
+            rows = np.stack([_shared_bytes(a, 16, write=False, lane=lane).view(np.uint16)
+                             for lane, a in enumerate(addresses)])
             rows = rows.reshape(4, 8, 8).astype(np.uint32)
             if transposed:
                 rows = rows.transpose(0, 2, 1)

@@ -10,7 +10,8 @@ It is stricter than a GPU where that finds mistakes:
   - shared and local memory start as 0xFF bytes (NaN); shared arrays live in one window, aligned to 16 bytes only;
   - global addresses are real host addresses, and must lie in an array given to ``launch`` or ``register``;
   - accesses must be aligned to their size; lanes of a warp must meet at the same instruction;
-  - ``SCHEDULE = "backward"`` runs threads in the opposite order: results must not change.
+  - ``SCHEDULE = "backward"`` runs threads in the opposite order: results must not change;
+  - ``RACES = True`` raises where nothing orders two accesses of shared memory (``simulator_races``).
 
 Integer casts wrap as on a GPU (``i32(2**31)`` is negative), but arithmetic between Python integers does not: keep
 intermediate values in range.
@@ -30,7 +31,10 @@ from numba.cuda.np import numpy_support
 from numba.cuda.simulator import kernel as numba_simulator
 from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule
 
+from jev_kernels.simulator_races import Races
+
 SCHEDULE = "forward"
+RACES = False
 SHARED_BYTES = 227 * 1024                # what a Hopper block may have
 SHARED_BASE = 1024 + 16                  # first shared address: on a GPU only 16-byte alignment is promised
 WARP = 32
@@ -86,6 +90,7 @@ class _Block:
         self.window_address = self.window.ctypes.data
         self.used, self.statics = 0, {}
         self.barriers, self.meetings = {}, {}
+        self.races = Races(int(np.prod(block_dim)), SHARED_BYTES) if RACES else None
         self.error, self.finished = None, threading.Lock()
 
     def run(self):
@@ -147,6 +152,10 @@ class _Block:
 
     def _close(self, key, compute, last):
         members = self.meetings.pop(key)
+        if self.races:
+            kind = key if isinstance(key, str) else key[0]
+            if kind in ("syncthreads", "vote", "named") or kind == "warp" and members[0][1][0] == "syncwarp":
+                self.races.meet([thread.thread_id for thread, _ in members])
         results = compute(members) if compute else [None] * len(members)
         for (thread, _), result in zip(members, results):
             thread.result = result
@@ -337,14 +346,22 @@ def load_global(address, dtype, n=1) -> np.ndarray:
     return np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
 
 
-def shared_bytes(address, size, alignment=None) -> np.ndarray:
-    """The bytes at an address of the block's shared window, to read or write."""
+def shared_bytes(address, size, alignment=None, write=None, lane=None) -> np.ndarray:
+    """The bytes at an address of the block's shared window.
+
+    write: whether they are written or read, for the race detector; None: it does not learn of it. lane: of this thread's
+    warp, which accesses them; by default this thread.
+    """
     address = int(address)
-    window = threading.current_thread().block.window
+    me = threading.current_thread()
+    window = me.block.window
     if address % (alignment or size):
         raise ValueError(f"shared access of {size} bytes at a misaligned address {address}")
-    if not SHARED_BASE <= address <= SHARED_BASE + threading.current_thread().block.used - size:
+    if not SHARED_BASE <= address <= SHARED_BASE + me.block.used - size:
         raise IndexError(f"shared access of {size} bytes at {address}: outside the block's shared arrays")
+    if me.block.races and write is not None:
+        thread = me.thread_id if lane is None else me.thread_id // WARP * WARP + lane
+        me.block.races.access(thread, address, size, write)
     return window[address:address + size]
 
 

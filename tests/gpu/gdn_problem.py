@@ -178,9 +178,10 @@ def capture(call, n: int = 1) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def one_pass(hopper: bool) -> None:
-    """A small tree and a sequence by itself, once, for compute-sanitizer; in few blocks, each of which has several items."""
-    gdn.multiprocessors = lambda: 1
+def one_pass(hopper: bool, few_blocks: bool) -> None:
+    """A small tree and a sequence by itself, once, for compute-sanitizer. few_blocks: each of them has several items."""
+    if few_blocks:
+        gdn.multiprocessors = lambda: 1
     shared = np.arange(66)
     tree = [shared, np.r_[shared, 900], np.r_[shared[:64], 901, 902], np.r_[shared[:3], 903]]
     for sequences in (tree, [shared]):

@@ -1,0 +1,113 @@
+"""The simulator's race detector on small kernels with and without what orders them, and kernels that it finds in order."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import cuda, types
+
+from jev_kernels import ptx, simulator
+from jev_kernels.launch import Kernel
+from jev_kernels.ptx import u64
+from jev_kernels.simulator_races import Race
+from tests.kernels import test_gdn
+
+
+@pytest.fixture(autouse=True)
+def detector(monkeypatch):
+    monkeypatch.setattr(simulator, "RACES", True)
+
+
+def found(function, threads=64, smem=4096) -> bool:
+    """Whether a kernel without parameters has a race."""
+    try:
+        Kernel(function, types.void(u64), threads, smem)(0, 1, np.zeros(64, np.float32).ctypes.data)
+    except Race:
+        return True
+    return False
+
+
+def base():
+    return ptx.smem_addr(cuda.shared.array(0, types.uint8))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_block_barrier(ordered, schedule):
+    def kernel(_):
+        at, tid = base(), cuda.threadIdx.x
+        ptx.sts(at + 4 * tid, np.float32(tid))
+        if ordered:
+            cuda.syncthreads()
+        ptx.lds(at + 4 * (63 - tid))
+    assert found(kernel) != ordered
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_written_again(ordered, schedule):
+    def kernel(_):
+        at, tid = base(), cuda.threadIdx.x
+        ptx.sts(at + 4 * tid, np.float32(tid))
+        cuda.syncthreads()
+        ptx.lds(at + 4 * (63 - tid))
+        if ordered:
+            ptx.named_sync(1, 64)
+        ptx.sts(at + 4 * tid, np.float32(0))
+    assert found(kernel) != ordered
+
+
+@pytest.mark.parametrize("by", ["syncwarp", "shuffle"])
+def test_a_shuffle_orders_nothing(by, schedule):
+    def kernel(_):
+        at, tid = base(), cuda.threadIdx.x
+        ptx.sts(at + 4 * tid, np.float32(tid))
+        if by == "syncwarp":
+            cuda.syncwarp()
+        else:
+            ptx.shfl_xor(np.float32(0), 1)
+        ptx.lds(at + 4 * (31 - tid))
+    assert found(kernel, 32) == (by == "shuffle")
+
+
+@pytest.mark.parametrize("wrong", [None, "no syncwarp", "freed before it is read", "full before the copy's end"])
+def test_ring(wrong, schedule):
+    """A warp fills one slot again and again by cp.async, another reads it and its first lane says so: as our kernels do."""
+    source = np.arange(4 * 32 * 4, dtype=np.float32)
+
+    def kernel(_):
+        at, tid = base(), cuda.threadIdx.x
+        full, empty = at + 2048, at + 2056
+        if tid == 0:
+            ptx.mbar_init(full, 32)
+            ptx.mbar_init(empty, 1)
+        cuda.syncthreads()
+        for n in range(4):
+            if tid >= 32:
+                ptx.mbar_wait(empty, (n & 1) ^ 1)
+                ptx.cp16(at + 16 * (tid - 32), source.ctypes.data + 16 * (32 * n + tid - 32), 16)
+                if wrong == "full before the copy's end":
+                    ptx.mbar_arrive(full)
+                    ptx.cp_wait_all()
+                else:
+                    ptx.cp_arrive(full)
+            else:
+                ptx.mbar_wait(full, n & 1)
+                if tid == 0 and wrong == "freed before it is read":
+                    ptx.mbar_arrive(empty)
+                ptx.lds4(at + 16 * (31 - tid))
+                if wrong != "no syncwarp":
+                    cuda.syncwarp()
+                if tid == 0 and wrong != "freed before it is read":
+                    ptx.mbar_arrive(empty)
+    simulator.register(source)
+    assert found(kernel) == (wrong is not None)
+
+
+def test_delta_rule_of_one_sequence():
+    """More chunks than the ring has stages."""
+    p = test_gdn.Problem([np.arange(4 * 64 + 1)])
+    assert test_gdn.error(p.run(True)[0], p.expected()) <= 2.5e-3
+
+
+def test_delta_rule_of_a_tree():
+    """Runs of several items in one block, one after another, from stored states."""
+    p = test_gdn.Problem(test_gdn.TREE)
+    assert test_gdn.error(p.run(True)[0], p.expected()) <= 2.5e-3
