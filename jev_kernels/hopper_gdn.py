@@ -5,9 +5,10 @@ list their rounding points. Here: how much memory they need and how they are lau
 
 Measured on one H200, 16 / 48 heads, us a call, graphs of ten calls under dependent launch (tools/bench_gdn.py):
     rows        107    512    936   2334   3399    8 questions of 400    255 options of 10 over 300 / over 3000
-    both       13.2   26.5   38.4   86.4  123.4                 105.3                          480 / 761
-    prepare     6.9    7.5   12.7   24.9   35.4                  37.6                          106 / 185      alone
-    scan        5.5   14.7   26.1   60.2   85.9                  68.5                          367 / 577      alone
+    both       13.4   24.2   38.9   76.7  103.0                 106.3                          476 / 773
+    prepare     6.7    9.2   13.2   25.3   36.4                  38.2                          112 / 197
+    scan        5.6   14.8   25.9   60.1   85.6                  68.2                          360 / 577
+"both" over one sequence overlap; each by itself is timed as in company, where they do not.
 Relative error to float64 1.7e-3 (rounding o alone: 1.66e-3), with nearly parallel keys 2.7e-3 to 3.1e-3.
 """
 from __future__ import annotations
