@@ -159,7 +159,10 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
 
     @inline
     def clear_rows(tile, first, thread):
-        """Zeros in rows first .. BN - 1 of a V tile, by a warpgroup, there for its wgmma."""
+        """Zeros in rows first .. BN - 1 of a V tile, by a warpgroup, there for its wgmma.
+
+        The other warpgroup may read the tile by then, but not before it has written the same zeros.
+        """
         for c in range(thread, (BN - first) * 32, 128):
             hw.clear16(tile + (c >> 3 & 3) * SLAB + (first + (c >> 5)) * 128 + (c & 7) * 16)
         fence_async()

@@ -26,7 +26,7 @@ def prefetch_3d(*_): pass
 def consumer_registers(): pass
 def producer_registers(): pass
 def opaque(x): return x
-def clear16(at): _shared_bytes(at, 16)[:] = 0
+def clear16(at): _shared_bytes(at, 16, write=True)[:] = 0
 
 
 def first_true(x):
@@ -40,7 +40,7 @@ def running_sum(x):
 
 def copy_out(whether, source, to):
     if whether:
-        stg_u32x4(to, _shared_bytes(source, 16).view(np.uint32))
+        stg_u32x4(to, _shared_bytes(source, 16, write=False).view(np.uint32))
 
 
 def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
@@ -69,7 +69,7 @@ def _load_box(dst, source, starts, barrier):
     at = int(dst)
     for outer in np.ndindex(*(int(b) for b in box[:0:-1])):
         index = [int(s) + o for s, o in zip(starts[1:], outer[::-1])]
-        row = _shared_bytes(at, 128)
+        row = _shared_bytes(at, 128, write=True)
         if all(0 <= i < d for i, d in zip(index, dims[1:])):
             where = int(fields[0]) + 2 * int(starts[0]) + sum(i * int(s) for i, s in zip(index, strides))
             for chunk in range(8):
@@ -126,6 +126,25 @@ def _warp_row():
     return threading.current_thread().thread_id // 32 % 4 * 16
 
 
+def _begin_reads(*tiles):
+    """For the race detector: a product of this warp begins to read tiles, (at, rows, first, count) as ``_tile`` has them.
+
+    wgmma and the wait for it are instructions of a whole warp: its first lane stands for it.
+    """
+    me = threading.current_thread()
+    if me.block.races and me.thread_id % 32 == 0:
+        starts = [(int(at) + (slab * rows + first) * 128, count) for at, rows, first, count in tiles for slab in range(SLABS)]
+        cells = [np.arange(start // 2, start // 2 + count * 64) for start, count in starts]
+        me.block.races.begin_reads(me.thread_id, np.concatenate(cells))
+
+
+def _end_reads(left):
+    """... and all but the ``left`` latest products have read."""
+    me = threading.current_thread()
+    if me.block.races and me.thread_id % 32 == 0:
+        me.block.races.end_reads(me.thread_id, left)
+
+
 def make_steps(BN: int, scale_log2: float):
     """See ``hopper_attention_steps.make_steps``. A started product is a tuple of what it will be made from."""
     scale = np.float32(scale_log2)
@@ -139,13 +158,23 @@ def make_steps(BN: int, scale_log2: float):
             return list(np.repeat(op(op(v[:, 0], v[:, 1]), op(v[:, 2], v[:, 3])), 4, axis=0))
         return _collective(name, x, compute)
 
-    def s_wait(s):
+    def qk(q_at, k_at):
+        _begin_reads((q_at, WG_ROWS, 0, WG_ROWS), (k_at, BN, 0, BN))
+        return int(q_at), int(k_at)
+
+    def pv(o, p, v_at):
+        _begin_reads((v_at, BN, 0, BN))
+        return o, p, int(v_at)
+
+    def s_wait(s, left=0):
         q_at, k_at = s
         first = _warp_row()
 
         def compute(_):
             return list(_scatter(_tile(q_at, WG_ROWS, first, 16) @ _tile(k_at, BN, 0, BN).T))
-        return _collective("S = Q K^T", None, compute)
+        s = _collective("S = Q K^T", None, compute)
+        _end_reads(left)
+        return s
 
     def o_wait(o, *kept):
         o, p, v_at = o
@@ -153,7 +182,9 @@ def make_steps(BN: int, scale_log2: float):
         def compute(lanes):
             probabilities = _gather([r[1] for r in lanes], BN)
             return list(_scatter(_gather([r[0] for r in lanes], D) + probabilities @ _tile(v_at, BN, 0, BN)))
-        return _collective("O += P V", (o, p), compute)
+        o = _collective("O += P V", (o, p), compute)
+        _end_reads(0)
+        return o
 
     def mask(s, limit, limit8):
         column = np.arange(BN // 2) // 4 * 8 + np.arange(BN // 2) % 2
@@ -192,7 +223,8 @@ def make_steps(BN: int, scale_log2: float):
                     for lane, (_, v) in enumerate(lanes):
                         rows[lane // 4, 2 * (lane % 4):][:2] = v[2 * matrix:2 * matrix + 2]
                     for r in range(8):
-                        _shared_bytes(lanes[8 * matrix + r][0], 16).view(np.uint16)[:] = rows[r]
+                        lane = 8 * matrix + r
+                        _shared_bytes(lanes[lane][0], 16, write=True, lane=lane).view(np.uint16)[:] = rows[r]
                 return [None] * 32
             _collective("stmatrix", (to, values[8 * n:8 * n + 8]), compute)
 
@@ -200,8 +232,8 @@ def make_steps(BN: int, scale_log2: float):
     return {
         "zero": lambda: np.zeros(D // 2, np.float32),
         "first_state": lambda: np.array([-np.inf] * 2 + [0.0] * 4, np.float32),
-        "qk": lambda q_at, k_at: (int(q_at), int(k_at)), "s_wait": s_wait, "s_wait_but_one": s_wait,
-        "pv": lambda o, p, v_at: (o, p, int(v_at)), "o_wait": o_wait, "o_wait_last": o_wait, "o_wait_gated": o_wait,
+        "qk": qk, "s_wait": s_wait, "s_wait_but_one": lambda s: s_wait(s, 1),
+        "pv": pv, "o_wait": o_wait, "o_wait_last": o_wait, "o_wait_gated": o_wait,
         "mask": mask, "softmax": softmax, "pack": lambda s: bf16.to_float32(bf16.from_float32(s)),
         "rescale": lambda o, state: o * state[4:6][out_row],
         "inverses": lambda state: np.float32(1) / quad("row sum", state[2:4], np.add),

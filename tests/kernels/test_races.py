@@ -9,7 +9,7 @@ from jev_kernels import ptx, simulator
 from jev_kernels.launch import Kernel
 from jev_kernels.ptx import u64
 from jev_kernels.simulator_races import Race
-from tests.kernels import test_gdn
+from tests.kernels import test_attention, test_gdn
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +111,14 @@ def test_delta_rule_of_a_tree():
     """Runs of several items in one block, one after another, from stored states."""
     p = test_gdn.Problem(test_gdn.TREE)
     assert test_gdn.error(p.run(True)[0], p.expected()) <= 2.5e-3
+
+
+@pytest.mark.parametrize("heads, kv_heads, length", [(6, 1, 107), (1, 1, 320)])
+def test_attention_by_its_tiles(heads, kv_heads, length):
+    """Heads one after another in one block; and more key tiles than there are slots for.
+
+    A whole number of tiles: zeros behind the end of the last V tile are written by both warpgroups, each before it reads
+    them. Nothing orders these, and nothing has to.
+    """
+    p = test_attention.Problem(test_attention.tokens(length), heads, kv_heads)
+    assert p.error(p.run("hopper", ctas=1)) < 2.7e-3
