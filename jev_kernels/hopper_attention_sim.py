@@ -13,7 +13,8 @@ import numpy as np
 
 from jev_kernels import bf16
 from jev_kernels.launch import address
-from jev_kernels.ptx_sim import (_barrier, _collective, _shared_bytes, ballot, ldg_u32x4, ldsm, stg_u32x4)
+from jev_kernels.ptx_sim import (_collective, _shared_bytes, ballot, complete_bytes, ldg_u32x4, ldsm, stg_u32x4)
+from jev_kernels.simulator import COPIES, READS, WRITES
 
 D, SLABS, WG_ROWS = 256, 4, 64
 LANES = np.arange(32)
@@ -26,7 +27,7 @@ def prefetch_3d(*_): pass
 def consumer_registers(): pass
 def producer_registers(): pass
 def opaque(x): return x
-def clear16(at): _shared_bytes(at, 16, write=True)[:] = 0
+def clear16(at): _shared_bytes(at, 16, use=WRITES)[:] = 0
 
 
 def first_true(x):
@@ -40,7 +41,7 @@ def running_sum(x):
 
 def copy_out(whether, source, to):
     if whether:
-        stg_u32x4(to, _shared_bytes(source, 16, write=False).view(np.uint32))
+        stg_u32x4(to, _shared_bytes(source, 16, use=READS).view(np.uint32))
 
 
 def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
@@ -69,7 +70,7 @@ def _load_box(dst, source, starts, barrier):
     at = int(dst)
     for outer in np.ndindex(*(int(b) for b in box[:0:-1])):
         index = [int(s) + o for s, o in zip(starts[1:], outer[::-1])]
-        row = _shared_bytes(at, 128, write=True)
+        row = _shared_bytes(at, 128, use=COPIES)
         if all(0 <= i < d for i, d in zip(index, dims[1:])):
             where = int(fields[0]) + 2 * int(starts[0]) + sum(i * int(s) for i, s in zip(index, strides))
             for chunk in range(8):
@@ -78,7 +79,7 @@ def _load_box(dst, source, starts, barrier):
         else:
             row[:] = 0
         at += 128
-    _barrier(barrier).update(0, -(at - int(dst)))
+    complete_bytes(barrier, at - int(dst))
 
 
 def tma_load(dst, source, col, row, barrier, policy): _load_box(dst, source, (col, row), barrier)
@@ -224,7 +225,7 @@ def make_steps(BN: int, scale_log2: float):
                         rows[lane // 4, 2 * (lane % 4):][:2] = v[2 * matrix:2 * matrix + 2]
                     for r in range(8):
                         lane = 8 * matrix + r
-                        _shared_bytes(lanes[lane][0], 16, write=True, lane=lane).view(np.uint16)[:] = rows[r]
+                        _shared_bytes(lanes[lane][0], 16, use=WRITES, lane=lane).view(np.uint16)[:] = rows[r]
                 return [None] * 32
             _collective("stmatrix", (to, values[8 * n:8 * n + 8]), compute)
 

@@ -11,11 +11,11 @@ Two kinds of flags, uint32 in device memory, each raised with release and awaite
 
 What is announced was written by ordinary stores and is read by bulk copies, through another proxy: both sides fence.
 
-Why a raised progress flag is always this call's: ``prepare`` lets the scan start only after its own ``pdl_wait``, when the
-scan before, and all that it followed, has ended; that scan lowered every flag. It in turn does not end before its
-``prepare`` has (its last ``pdl_wait``), so that whoever waits for it has waited for all. A scan without ``pdl_wait`` may read q, k and v, and overwrite what earlier kernels
-read, once one thread of a block has seen a flag and the others have met it at a barrier: ``prepare`` raised it after its own
-wait for those kernels.
+Why a raised progress flag is always this call's: ``prepare`` lets the scan start only after its own ``pdl_wait``, when
+the scan before, and all that it followed, has ended; that scan lowered every flag. It in turn does not end before its
+``prepare`` has (its last ``pdl_wait``), so a kernel that waits for the scan has waited for ``prepare`` and all before.
+A scan without ``pdl_wait`` may read q, k and v, and overwrite what earlier kernels read, once one thread of a block has
+seen a flag and the others have met it at a barrier: ``prepare`` raised it after its own wait for those kernels.
 """
 from __future__ import annotations
 

@@ -17,11 +17,15 @@ from numba.cuda import types
 from numba.cuda.simulator import kernel as numba_simulator
 
 from jev_kernels.simulator import (WARP, ballot, device_function, register)  # noqa: F401
+from jev_kernels.simulator import COPIES as _COPIES
+from jev_kernels.simulator import READS as _READS
+from jev_kernels.simulator import WRITES as _WRITES
 from jev_kernels.simulator import check_global as _check_global
 from jev_kernels.simulator import collective as _collective
 from jev_kernels.simulator import load_global as _load_global
 from jev_kernels.simulator import shared_bytes as _shared_bytes
 from jev_kernels.simulator import shuffle as _shuffle
+from jev_kernels.simulator_races import joined as _joined
 
 f32, i32, u16, u32, i64, u64, void = (
     types.float32, types.int32, types.uint16, types.uint32, types.int64, types.uint64, types.void)
@@ -41,13 +45,13 @@ def gmem_addr(array) -> np.uint64:
 def _lds(dtype, n=1):
     size = n * np.dtype(dtype).itemsize
     if n == 1:
-        return lambda address: _shared_bytes(address, size, write=False).view(dtype)[0]
-    return lambda address: tuple(_shared_bytes(address, size, write=False).view(dtype))
+        return lambda address: _shared_bytes(address, size, use=_READS).view(dtype)[0]
+    return lambda address: tuple(_shared_bytes(address, size, use=_READS).view(dtype))
 
 
 def _sts(address, values, dtype):
     values = np.array(values, dtype).reshape(-1)
-    _shared_bytes(address, values.nbytes, write=True).view(dtype)[:] = values
+    _shared_bytes(address, values.nbytes, use=_WRITES).view(dtype)[:] = values
 
 
 def _ldg(dtype, n=1):
@@ -94,28 +98,31 @@ def cp16(dst, src, size):
         _check_global(int(src), 16)
     if int(dst) % 16:
         raise ValueError(f"cp.async of 16 bytes to a misaligned shared address {int(dst)}")
-    _shared_bytes(dst, 16, write=True)
+    _shared_bytes(dst, 16, use=_COPIES)
     threading.current_thread().copies.append((int(dst), int(src), int(size)))
 
 
 def cp_commit():
     me = threading.current_thread()
-    me.groups.append(me.copies)
+    me.groups.append((me.copies, me.block.races and me.block.races.copied(me.thread_id)))
     me.copies = []
 
 
 def _deliver(copies):
     for dst, src, size in copies:
-        to = _shared_bytes(dst, 16, write=True)
+        to = _shared_bytes(dst, 16)
         to[:] = 0
         if size:
             to[:size] = np.frombuffer((ctypes.c_uint8 * size).from_address(src), np.uint8)
 
 
 def _cp_wait(pending):
-    groups = threading.current_thread().groups
-    while len(groups) > pending:
-        _deliver(groups.popleft())
+    me = threading.current_thread()
+    while len(me.groups) > pending:
+        copies, clock = me.groups.popleft()
+        _deliver(copies)
+        if me.block.races:
+            me.block.races.acquire(me.thread_id, clock)
 
 
 def cp_wait0(): _cp_wait(0)
@@ -128,9 +135,15 @@ def cp_wait_all():
 
 
 def cp_arrive(barrier):
-    """The thread's earlier cp.async count as one arrival when they are complete."""
-    cp_wait_all()
-    _arrive(barrier, 0)
+    """The thread's earlier cp.async count as one arrival when they are complete: now."""
+    cp_commit()
+    me = threading.current_thread()
+    while me.groups:
+        copies, clock = me.groups.popleft()
+        _deliver(copies)
+        if me.block.races:
+            _barrier(barrier).released = _joined(_barrier(barrier).released, clock)
+    _barrier(barrier).update(1, 0)
 
 
 class _Barrier:
@@ -140,9 +153,6 @@ class _Barrier:
         self.released = self.complete = None                     # clocks of the race detector: this phase's, the last one's
 
     def update(self, arrivals, nbytes):
-        me = threading.current_thread()
-        if me.block.races:
-            self.released = me.block.races.release(me.thread_id, self.released)
         self.pending -= arrivals
         self.bytes += nbytes
         if self.pending < 0:
@@ -154,18 +164,31 @@ class _Barrier:
 
 
 def _barrier(address) -> _Barrier:
-    barriers = threading.current_thread().block.barriers
-    if int(address) not in barriers:
+    me = threading.current_thread()
+    if int(address) not in me.block.barriers:
         raise RuntimeError(f"mbarrier at {int(address)} was not initialised")
-    return barriers[int(address)]
+    if me.block.races:
+        me.block.races.use_barrier(me.thread_id, int(address))
+    return me.block.barriers[int(address)]
 
 
 def _arrive(barrier, nbytes):
-    _barrier(barrier).update(1, nbytes)
+    b, me = _barrier(barrier), threading.current_thread()
+    if me.block.races:
+        b.released = _joined(b.released, me.block.races.release(me.thread_id))
+    b.update(1, nbytes)
+
+
+def complete_bytes(barrier, nbytes):
+    """A copy that this thread has issued is complete."""
+    b, me = _barrier(barrier), threading.current_thread()
+    if me.block.races:
+        b.released = _joined(b.released, me.block.races.copied(me.thread_id))
+    b.update(0, -int(nbytes))
 
 
 def mbar_init(barrier, count):
-    _shared_bytes(barrier, 8)
+    _shared_bytes(barrier, 8, use=_WRITES)
     threading.current_thread().block.barriers[int(barrier)] = _Barrier(int(count))
 
 
@@ -182,20 +205,26 @@ def mbar_arrive_lane0(barrier, lane):
 def mbar_wait(barrier, parity):
     """Wait until the phase of this parity is complete."""
     b, me = _barrier(barrier), threading.current_thread()
-    me.block.wait(me, lambda: b.phase % 2 != int(parity) % 2, f"mbarrier at {int(barrier)}, parity {int(parity)}")
+    clock = None
+
+    def complete():
+        nonlocal clock
+        clock = b.complete                      # of this phase: when the thread runs again, the next may be over, too
+        return b.phase % 2 != int(parity) % 2
+    me.block.wait(me, complete, f"mbarrier at {int(barrier)}, parity {int(parity)}")
     if me.block.races:
-        me.block.races.acquire(me.thread_id, b.complete)
+        me.block.races.acquire(me.thread_id, clock)
 
 
 def bulk(dst, src, nbytes, barrier):
     """A contiguous copy into shared memory; its bytes complete on the barrier."""
-    to = _shared_bytes(dst, int(nbytes), 16, write=True)
+    to = _shared_bytes(dst, int(nbytes), 16, use=_COPIES)
     if int(src) % 16 or int(nbytes) % 16:
         raise ValueError("bulk copies go by 16 bytes from 16-byte aligned addresses")
     _check_global(int(src), 1)
     _check_global(int(src) + int(nbytes) - 1, 1)
     to[:] = np.frombuffer((ctypes.c_uint8 * int(nbytes)).from_address(int(src)), np.uint8)
-    _barrier(barrier).update(0, -int(nbytes))
+    complete_bytes(barrier, nbytes)
 
 
 def fence_async(): pass
@@ -341,7 +370,7 @@ def mma_tf32(d, a, b0, b1):
 def _ldmatrix(name, transposed):
     def instruction(address):
         def compute(addresses):
-            rows = np.stack([_shared_bytes(a, 16, write=False, lane=lane).view(np.uint16)
+            rows = np.stack([_shared_bytes(a, 16, use=_READS, lane=lane).view(np.uint16)
                              for lane, a in enumerate(addresses)])
             rows = rows.reshape(4, 8, 8).astype(np.uint32)
             if transposed:

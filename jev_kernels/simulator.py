@@ -346,11 +346,14 @@ def load_global(address, dtype, n=1) -> np.ndarray:
     return np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
 
 
-def shared_bytes(address, size, alignment=None, write=None, lane=None) -> np.ndarray:
+READS, WRITES, COPIES = "reads", "writes", "copies"      # the last: hardware writes, for a copy that is issued now
+
+
+def shared_bytes(address, size, alignment=None, use=None, lane=None) -> np.ndarray:
     """The bytes at an address of the block's shared window.
 
-    write: whether they are written or read, for the race detector; None: it does not learn of it. lane: of this thread's
-    warp, which accesses them; by default this thread.
+    use: READS, WRITES or COPIES, for the race detector; None: it does not learn of it. lane: of this thread's warp, which
+    uses them; by default this thread.
     """
     address = int(address)
     me = threading.current_thread()
@@ -359,9 +362,12 @@ def shared_bytes(address, size, alignment=None, write=None, lane=None) -> np.nda
         raise ValueError(f"shared access of {size} bytes at a misaligned address {address}")
     if not SHARED_BASE <= address <= SHARED_BASE + me.block.used - size:
         raise IndexError(f"shared access of {size} bytes at {address}: outside the block's shared arrays")
-    if me.block.races and write is not None:
+    if me.block.races and use:
         thread = me.thread_id if lane is None else me.thread_id // WARP * WARP + lane
-        me.block.races.access(thread, address, size, write)
+        if use == COPIES:
+            me.block.races.copy(thread, address, size)
+        else:
+            me.block.races.access(thread, address, size, use == WRITES)
     return window[address:address + size]
 
 

@@ -2,16 +2,19 @@
 
 The simulator runs one thread at a time, so a missing barrier may go unnoticed in every schedule that it tries. Here each
 access is compared with earlier ones of the same bytes: two of different threads, one of them a write, must be ordered by
-synchronization, or a GPU may do them in either order. Order is what PTX promises, no more:
+synchronization, or a GPU may do them in either order. Order is what PTX promises:
 
-    barriers of a block, named barriers, bar.warp.sync     everything before, of all members, comes before what follows
-    mbarriers        an arrival (or bytes that complete) releases; a wait acquires what that phase's arrivals released
-    cp.async         writes from its issue to the wait or arrival that guarantees it
-    wgmma            reads shared memory from its issue to the wait that covers it
+    barriers of a block (votes among them), named barriers, bar.warp.sync
+                     everything before, of all members, comes before what follows in each
+    mbarriers        an arrival releases what its thread has done and seen, bytes that complete release the copy alone; a
+                     wait acquires what went into the phase that it waited for. Used only after their initialisation
+    cp.async, bulk copies and boxes of TMA
+                     write by themselves from their issue on: seen by who waits for them or for the mbarrier that they arrive at
+    wgmma            reads shared memory from its issue to the wait that covers it. In the delta rule each thread's own wait
+                     counts; in attention a warp's first lane stands for it (both instructions are the whole warp's)
 
-Shuffles, votes and matrix instructions exchange registers and order nothing. What is seen: accesses by address
-(``jev_kernels.ptx``) and wgmma's operands; NumPy-style shared arrays are not. Thread t counts its releases; a vector clock
-[t, other] says up to which release of the others t has seen their doings.
+Shuffles, ballots and matrix instructions exchange registers and order nothing. Not followed: proxy fences, device memory,
+clusters, NumPy-style shared arrays (``cuda.shared.array`` indexed), threads that have left.
 
     simulator.RACES = True        # for the launches that follow; an access then takes some 10 us more
 
@@ -30,41 +33,52 @@ class Race(RuntimeError):
 
 
 class Races:
-    """The accesses of one block's threads. Threads by number, addresses in the shared window."""
+    """The accesses of one block's threads. Threads by number, addresses in the shared window.
+
+    Actor t is thread t, actor ``threads + t`` its asynchronous copies. An actor counts its releases; the vector clock
+    ``clock[a, other]`` says up to which release of the others actor a has seen their doings.
+    """
 
     def __init__(self, threads: int, nbytes: int):
         cells = nbytes // CELL
-        self.clock = np.eye(threads, dtype=np.uint16)               # [t, other]; a thread's own time starts at 1
+        self.threads = threads
+        self.clock = np.eye(2 * threads, dtype=np.uint16)           # an actor's own time starts at 1
         self.writer = np.full(cells, -1, np.int16)
         self.written = np.zeros(cells, np.uint16)                   # when, in the writer's time
         self.read = np.zeros((threads, cells), np.uint16)           # when each thread last did, in its time
         self.in_flight: list[list[np.ndarray]] = [[] for _ in range(threads)]
 
     def access(self, thread: int, address: int, nbytes: int, write: bool) -> None:
-        """Raise Race unless what conflicts with this access came before it."""
-        cells = slice(address // CELL, -(-(address + nbytes) // CELL))
-        seen = self.clock[thread]
-        self._after_writes(thread, seen, cells, "writes" if write else "reads")
-        if not write:
-            self.read[thread, cells] = seen[thread]
+        """An ordinary access. Raises Race unless what conflicts with it came before."""
+        cells = _cells(address, nbytes)
+        if write:
+            self._write(thread, cells)
             return
-        early = self.read[:, cells] > seen[:, None]
-        if early.any():
-            other, at = np.argwhere(early)[0]
-            raise Race(f"thread {thread} writes shared memory at {CELL * (cells.start + at)} while thread {other} may read it")
-        self.writer[cells], self.written[cells] = thread, seen[thread]
-        self.read[:, cells] = 0
+        self._after_writes(thread, cells, "reads")
+        mine = self.read[thread, cells]
+        np.maximum(mine, self.clock[thread, thread], out=mine)      # one of wgmma may be in flight there
 
-    def _after_writes(self, thread, seen, cells, does):
-        writers = self.writer[cells]
-        early = (writers >= 0) & (self.written[cells] > seen[writers])
-        if early.any():
-            other = writers[early.argmax()]
-            raise Race(f"thread {thread} {does} shared memory that thread {other} may be writing")
+    def use_barrier(self, thread: int, address: int) -> None:
+        """Raise Race unless the initialisation of an mbarrier came before."""
+        self._after_writes(thread, _cells(address, 8), "uses as an mbarrier")
+
+    # ---------------------------------------------------------------- asynchronous accesses
+    def copy(self, thread: int, address: int, nbytes: int) -> None:
+        """A copy by hardware that this thread issues now. Raises Race."""
+        actor = self.threads + thread
+        self.acquire(actor, self.clock[thread])
+        self._write(actor, _cells(address, nbytes))
+
+    def copied(self, thread: int) -> np.ndarray:
+        """A clock with this thread's copies so far, and nothing else: for who waits for them."""
+        actor, out = self.threads + thread, np.zeros(2 * self.threads, np.uint16)
+        out[actor] = self.clock[actor, actor]
+        self._tick(actor)
+        return out
 
     def begin_reads(self, thread: int, cells: np.ndarray) -> None:
-        """A group of asynchronous reads of these cells begins."""
-        self._after_writes(thread, self.clock[thread], cells, "has wgmma read")
+        """A group of asynchronous reads of these cells begins. Raises Race."""
+        self._after_writes(thread, cells, "has wgmma read")
         self.in_flight[thread].append(cells)
         self.read[thread, cells] = IN_FLIGHT
 
@@ -76,24 +90,53 @@ class Races:
         for cells in groups:
             self.read[thread, cells] = IN_FLIGHT
 
-    def release(self, thread: int, into: np.ndarray | None) -> np.ndarray:
-        """What this thread has done and seen goes into a barrier's clock, made if there is none; then its time goes on."""
-        mine = self.clock[thread]
-        into = mine.copy() if into is None else np.maximum(into, mine)
-        mine[thread] += 1
-        if mine[thread] == IN_FLIGHT:
-            raise OverflowError("more releases than the race detector counts")
-        return into
+    # ---------------------------------------------------------------- order
+    def release(self, thread: int) -> np.ndarray:
+        """A clock with what this thread has done and seen."""
+        out = self.clock[thread].copy()
+        self._tick(thread)
+        return out
 
-    def acquire(self, thread: int, clock: np.ndarray | None) -> None:
-        """What went into the clock comes before what this thread does next."""
+    def acquire(self, actor: int, clock: np.ndarray | None) -> None:
+        """What is in the clock comes before what this actor does next."""
         if clock is not None:
-            np.maximum(self.clock[thread], clock, out=self.clock[thread])
+            np.maximum(self.clock[actor], clock, out=self.clock[actor])
 
     def meet(self, threads: list[int]) -> None:
         """A barrier of these threads."""
-        clock = None
-        for thread in threads:
-            clock = self.release(thread, clock)
+        clock = np.maximum.reduce([self.release(thread) for thread in threads])
         for thread in threads:
             self.acquire(thread, clock)
+
+    def _tick(self, actor):
+        self.clock[actor, actor] += 1
+        if self.clock[actor, actor] == IN_FLIGHT:
+            raise OverflowError("more releases than the race detector counts")
+
+    def _after_writes(self, actor, cells, does):
+        writers = self.writer[cells]
+        early = (writers >= 0) & (self.written[cells] > self.clock[actor, writers])
+        if early.any():
+            raise Race(f"{self._name(actor)} {does} shared memory that {self._name(writers[early.argmax()])} may be writing")
+
+    def _write(self, actor, cells):
+        self._after_writes(actor, cells, "writes")
+        early = self.read[:, cells] > self.clock[actor, :self.threads, None]
+        if early.any():
+            other, at = np.argwhere(early)[0]
+            raise Race(f"{self._name(actor)} writes shared memory at {CELL * (cells.start + at)} while {self._name(other)} may "
+                       "read it")
+        self.writer[cells], self.written[cells] = actor, self.clock[actor, actor]
+        self.read[:, cells] = 0
+
+    def _name(self, actor):
+        return f"thread {actor}" if actor < self.threads else f"a copy of thread {actor - self.threads}"
+
+
+def joined(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
+    """The clock with what is in either."""
+    return b if a is None else np.maximum(a, b)
+
+
+def _cells(address: int, nbytes: int) -> slice:
+    return slice(address // CELL, -(-(address + nbytes) // CELL))

@@ -645,8 +645,10 @@ def test_the_command_ends_on_a_signal_and_leaves_nothing(inputs, tmp_path, signa
 
 @pytest.fixture
 def handlers() -> Iterator[dict[int, object]]:
-    """Of signals, as they were before the test; they are put back."""
+    """Of signals, as they were before the test; they are put back. In it they are the usual ones, under nohup too."""
     before = {number: signal.getsignal(number) for number in export.ENDING}
+    for number in export.ENDING:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     yield before
     for number, handler in before.items():
         signal.signal(number, handler)

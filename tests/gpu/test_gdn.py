@@ -276,6 +276,6 @@ def test_sanitizer(tool, hopper):
 
     Where a block fills a stage of its ring again, racecheck reports hazards between the copies and the reads three chunks
     before. What orders them (the reads, bar.warp.sync, one lane's arrival at an mbarrier, the copying threads' wait) is
-    followed in the simulator by tests/kernels/test_races.py.
+    followed in the simulator by tests/kernels/test_races.py; racecheck gets blocks that fill no stage twice.
     """
     sanitizer.check(tool, f"from tests.gpu.gdn_problem import one_pass; one_pass({hopper}, {tool == 'memcheck'})")

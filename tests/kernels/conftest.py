@@ -21,7 +21,7 @@ if not config.ENABLE_CUDASIM:
 
 @pytest.fixture(params=["forward", "backward"])
 def schedule(request, monkeypatch):
-    """Run a test with the simulated threads in either order: a missing barrier shows in one of them."""
+    """Run a test with the simulated threads in either order: a missing barrier often shows in one of them."""
     from jev_kernels import simulator
     monkeypatch.setattr(simulator, "SCHEDULE", request.param)
     return request.param

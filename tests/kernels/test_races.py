@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from numba import cuda, types
 
-from jev_kernels import ptx, simulator
+from jev_kernels import hopper_attention, hopper_gdn_scan, ptx, simulator
 from jev_kernels.launch import Kernel
 from jev_kernels.ptx import u64
-from jev_kernels.simulator_races import Race
+from jev_kernels.simulator_races import Race, Races
 from tests.kernels import test_attention, test_gdn
 
 
@@ -101,6 +101,113 @@ def test_ring(wrong, schedule):
     assert found(kernel) == (wrong is not None)
 
 
+@pytest.mark.parametrize("waited", ["for the mbarrier", "for a barrier of the block", "for nothing"])
+@pytest.mark.parametrize("by", ["bulk", "cp.async"])
+def test_copies_are_seen_by_who_waits_for_them(by, waited, schedule):
+    """Not by who meets the thread that issued them."""
+    source = np.arange(64, dtype=np.float32)
+
+    def kernel(_):
+        at, tid = base(), cuda.threadIdx.x
+        full = at + 2048
+        if tid == 0:
+            ptx.mbar_init(full, 1)
+        cuda.syncthreads()
+        if tid == 0:
+            if by == "bulk":
+                ptx.mbar_expect(full, 128)
+                ptx.bulk(at, source.ctypes.data, 128, full)
+            else:
+                ptx.cp16(at, source.ctypes.data, 16)
+                ptx.cp_arrive(full)
+        if waited == "for the mbarrier":
+            ptx.mbar_wait(full, 0)
+        elif waited == "for a barrier of the block":
+            cuda.syncthreads()
+        if tid == 0 or waited != "for nothing":
+            ptx.lds(at)
+    simulator.register(source)
+    assert found(kernel) == (waited != "for the mbarrier")
+
+
+@pytest.mark.parametrize("by", ["the copy's end", "an arrival"])
+def test_a_copy_publishes_itself_alone(by, schedule):
+    """What its thread has stored needs an arrival of the thread."""
+    source = np.arange(64, dtype=np.float32)
+
+    def kernel(_):
+        at, tid = base(), cuda.threadIdx.x
+        full = at + 2048
+        if tid == 0:
+            ptx.mbar_init(full, 2)
+        cuda.syncthreads()
+        if tid == 0:
+            ptx.mbar_arrive(full)
+            if by == "an arrival":
+                ptx.sts(at + 64, np.float32(1))
+                ptx.mbar_arrive(full)
+            else:
+                ptx.sts(at + 64, np.float32(1))
+                ptx.cp16(at, source.ctypes.data, 16)
+                ptx.cp_arrive(full)
+        if tid == 32:
+            ptx.mbar_wait(full, 0)
+            ptx.lds(at + 64)
+    simulator.register(source)
+    assert found(kernel) == (by == "the copy's end")
+
+
+def test_a_wait_is_for_its_own_phase(schedule):
+    """Thread 32 waits for the first phase; that the second may be over when it runs again tells it nothing."""
+    def kernel(_):
+        at, tid = base(), cuda.threadIdx.x
+        bar = at + 2048
+        if tid == 0:
+            ptx.mbar_init(bar, 1)
+        cuda.syncthreads()
+        if tid == 1:
+            ptx.mbar_arrive(bar)
+        if tid == 0:
+            ptx.mbar_wait(bar, 0)
+            ptx.sts(at, np.float32(1))
+            ptx.mbar_arrive(bar)
+        if tid == 32:
+            ptx.mbar_wait(bar, 0)
+            ptx.lds(at)
+    assert found(kernel)
+
+
+def test_ldmatrix_reads_for_its_lanes(schedule):
+    def kernel(_):
+        at, tid = base(), cuda.threadIdx.x
+        ptx.sts(at + 16 * tid, np.float32(tid))
+        ptx.ldsm(at + 16 * (31 - tid))
+    assert found(kernel, 32)
+
+
+def test_reads_of_wgmma():
+    """They last until the wait for their group, whatever else reads the same."""
+    cells = np.arange(8)
+    for wait, ordinary in ((False, False), (False, True), (True, True)):
+        races = Races(2, 64)
+        races.begin_reads(0, cells)
+        races.begin_reads(0, cells + 8)
+        if ordinary:
+            races.access(0, 0, 16, write=False)
+        if wait:
+            races.end_reads(0, 1)
+        races.meet([0, 1])
+        if wait:
+            races.access(1, 0, 16, write=True)
+        for address in (0, 16)[wait:]:
+            with pytest.raises(Race, match="thread 1 writes"):
+                races.access(1, address, 16, write=True)
+    races = Races(2, 64)
+    races.access(1, 0, 16, write=True)
+    with pytest.raises(Race, match="wgmma"):
+        races.begin_reads(0, cells)
+
+
 def test_delta_rule_of_one_sequence():
     """More chunks than the ring has stages."""
     p = test_gdn.Problem([np.arange(4 * 64 + 1)])
@@ -113,12 +220,26 @@ def test_delta_rule_of_a_tree():
     assert test_gdn.error(p.run(True)[0], p.expected()) <= 2.5e-3
 
 
+def test_found_in_the_delta_rule(monkeypatch):
+    """A stage that is freed before wgmma has read it."""
+    monkeypatch.setattr(hopper_gdn_scan, "wait_s", lambda *arrays: None)
+    with pytest.raises(Race, match="may read it"):
+        test_gdn.Problem([np.arange(4 * 64 + 1)]).run(True)
+
+
 @pytest.mark.parametrize("heads, kv_heads, length", [(6, 1, 107), (1, 1, 320)])
 def test_attention_by_its_tiles(heads, kv_heads, length):
     """Heads one after another in one block; and more key tiles than there are slots for.
 
-    A whole number of tiles: zeros behind the end of the last V tile are written by both warpgroups, each before it reads
-    them. Nothing orders these, and nothing has to.
+    With these lengths one warpgroup at most writes zeros behind the end of the last V tile. Where both do, each before it
+    reads them, nothing orders these writes, and nothing has to: they are the same.
     """
     p = test_attention.Problem(test_attention.tokens(length), heads, kv_heads)
     assert p.error(p.run("hopper", ctas=1)) < 2.7e-3
+
+
+def test_found_in_attention(monkeypatch):
+    """Warps of a warpgroup that do not wait for the zeros that the others write behind the end of V."""
+    monkeypatch.setattr(hopper_attention, "named_sync", lambda *barrier: None)
+    with pytest.raises(Race, match="has wgmma read"):
+        test_attention.Problem(test_attention.tokens(107), 6, 1).run("hopper", ctas=1)
