@@ -59,7 +59,7 @@ await_flag = ptx("await_flag", void, (u64, i32),                    # (flag, val
                  " nanosleep.u32 32; add.u32 n, n, 1; setp.lt.u32 p, n, 0x2000000; @p bra W; trap; D: }", "l,r",
                  sim=_until_set)
 count_up = ptx("count_up", void, (u64,), "red.release.gpu.global.add.u32 [$0], 1;", "l",
-               sim=lambda at: stg_u32(at, np.uint32(ldg_i32(at) + 1)))
+               sim=_take)
 raise_flag = ptx("raise_flag", void, (u64,), "st.release.gpu.global.u32 [$0], 1;", "l",
                  sim=lambda at: stg_u32(at, np.uint32(1)))
 take_ticket = ptx("take_ticket", i32, (u64,), "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", "=r,l", sim=_take)

@@ -76,10 +76,12 @@ def _simulated(name, dtype, pieces, lbo, sbo, swizzle, trans, add):
                         row = to[d0:d0 + n // 2] + row
                     to[d0:d0 + n // 2] = row
                 fresh.add(d0)
-            return [cells] * len(members)
-        cells = me.block.meet(me, (name, me.thread_id // 128), 128, (d, a, addr), compute, name)
-        if me.block.races:
-            me.block.races.begin_reads(me.thread_id, np.unique(np.concatenate([c.reshape(-1) for c in cells])))
+            if me.block.races:
+                read = np.unique(np.concatenate([c.reshape(-1) for c in cells]))
+                for thread, _ in members:
+                    me.block.races.begin_reads(thread.thread_id, read)
+            return [None] * len(members)
+        me.block.meet(me, (name, me.thread_id // 128), 128, (d, a, addr), compute, name)
     return product
 
 

@@ -137,13 +137,11 @@ def cp_wait_all():
 def cp_arrive(barrier):
     """The thread's earlier cp.async count as one arrival when they are complete: now."""
     cp_commit()
-    me = threading.current_thread()
-    while me.groups:
-        copies, clock = me.groups.popleft()
+    groups = threading.current_thread().groups
+    while groups:
+        copies, clock = groups.popleft()        # the last one's clock has all earlier copies
         _deliver(copies)
-        if me.block.races:
-            _barrier(barrier).released = _joined(_barrier(barrier).released, clock)
-    _barrier(barrier).update(1, 0)
+    _barrier(barrier).update(1, 0, clock)
 
 
 class _Barrier:
@@ -152,7 +150,10 @@ class _Barrier:
         self.bytes = self.phase = 0
         self.released = self.complete = None                     # clocks of the race detector: this phase's, the last one's
 
-    def update(self, arrivals, nbytes):
+    def update(self, arrivals, nbytes, clock):
+        """clock: what arrives with it, for the race detector; None where there is none."""
+        if clock is not None:
+            self.released = _joined(self.released, clock)
         self.pending -= arrivals
         self.bytes += nbytes
         if self.pending < 0:
@@ -173,18 +174,14 @@ def _barrier(address) -> _Barrier:
 
 
 def _arrive(barrier, nbytes):
-    b, me = _barrier(barrier), threading.current_thread()
-    if me.block.races:
-        b.released = _joined(b.released, me.block.races.release(me.thread_id))
-    b.update(1, nbytes)
+    me = threading.current_thread()
+    _barrier(barrier).update(1, nbytes, me.block.races and me.block.races.release(me.thread_id))
 
 
 def complete_bytes(barrier, nbytes):
     """A copy that this thread has issued is complete."""
-    b, me = _barrier(barrier), threading.current_thread()
-    if me.block.races:
-        b.released = _joined(b.released, me.block.races.copied(me.thread_id))
-    b.update(0, -int(nbytes))
+    me = threading.current_thread()
+    _barrier(barrier).update(0, -int(nbytes), me.block.races and me.block.races.copied(me.thread_id))
 
 
 def mbar_init(barrier, count):

@@ -30,6 +30,17 @@ def base():
     return ptx.smem_addr(cuda.shared.array(0, types.uint8))
 
 
+def with_barriers(*arrivals):
+    """Start of a kernel: (shared address, thread, addresses of mbarriers for so many arrivals, initialised)."""
+    at, tid = base(), cuda.threadIdx.x
+    barriers = [at + 2048 + 8 * n for n in range(len(arrivals))]
+    if tid == 0:
+        for barrier, count in zip(barriers, arrivals):
+            ptx.mbar_init(barrier, count)
+    cuda.syncthreads()
+    return at, tid, *barriers
+
+
 @pytest.mark.parametrize("ordered", [True, False])
 def test_block_barrier(ordered, schedule):
     def kernel(_):
@@ -73,12 +84,7 @@ def test_ring(wrong, schedule):
     source = np.arange(4 * 32 * 4, dtype=np.float32)
 
     def kernel(_):
-        at, tid = base(), cuda.threadIdx.x
-        full, empty = at + 2048, at + 2056
-        if tid == 0:
-            ptx.mbar_init(full, 32)
-            ptx.mbar_init(empty, 1)
-        cuda.syncthreads()
+        at, tid, full, empty = with_barriers(32, 1)
         for n in range(4):
             if tid >= 32:
                 ptx.mbar_wait(empty, (n & 1) ^ 1)
@@ -108,11 +114,7 @@ def test_copies_are_seen_by_who_waits_for_them(by, waited, schedule):
     source = np.arange(64, dtype=np.float32)
 
     def kernel(_):
-        at, tid = base(), cuda.threadIdx.x
-        full = at + 2048
-        if tid == 0:
-            ptx.mbar_init(full, 1)
-        cuda.syncthreads()
+        at, tid, full = with_barriers(1)
         if tid == 0:
             if by == "bulk":
                 ptx.mbar_expect(full, 128)
@@ -136,18 +138,13 @@ def test_a_copy_publishes_itself_alone(by, schedule):
     source = np.arange(64, dtype=np.float32)
 
     def kernel(_):
-        at, tid = base(), cuda.threadIdx.x
-        full = at + 2048
-        if tid == 0:
-            ptx.mbar_init(full, 2)
-        cuda.syncthreads()
+        at, tid, full = with_barriers(2)
         if tid == 0:
             ptx.mbar_arrive(full)
+            ptx.sts(at + 64, np.float32(1))
             if by == "an arrival":
-                ptx.sts(at + 64, np.float32(1))
                 ptx.mbar_arrive(full)
             else:
-                ptx.sts(at + 64, np.float32(1))
                 ptx.cp16(at, source.ctypes.data, 16)
                 ptx.cp_arrive(full)
         if tid == 32:
@@ -160,11 +157,7 @@ def test_a_copy_publishes_itself_alone(by, schedule):
 def test_a_wait_is_for_its_own_phase(schedule):
     """Thread 32 waits for the first phase; that the second may be over when it runs again tells it nothing."""
     def kernel(_):
-        at, tid = base(), cuda.threadIdx.x
-        bar = at + 2048
-        if tid == 0:
-            ptx.mbar_init(bar, 1)
-        cuda.syncthreads()
+        at, tid, bar = with_barriers(1)
         if tid == 1:
             ptx.mbar_arrive(bar)
         if tid == 0:
