@@ -130,8 +130,8 @@ def any_order(monkeypatch):
             block.waiting.remove(awake[i - len(block.ready)])
             return awake[i - len(block.ready)][0]
 
-    def update(barrier, arrivals, nbytes, real=ptx_sim._Barrier.update):
-        real(barrier, arrivals, nbytes)
+    def update(barrier, arrivals, nbytes, clock, real=ptx_sim._Barrier.update):
+        real(barrier, arrivals, nbytes, clock)
         thread = threading.current_thread()
         if arrivals and random.random() < 0.05:
             thread.block.ready.append(thread)
