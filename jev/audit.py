@@ -1,7 +1,7 @@
 """``jev audit``: how far each operation of a backend is from float64, on an export's own weights and a real request.
 
 Every operation of one forward pass is given to the backend and, with the same inputs, to NumPy in float64 (see
-``jev.ops.audit``); the scores of the whole pass are compared as well. For auditors, and for whoever changed a kernel.
+``jev.model.ops.audit``); the scores of the whole pass are compared as well. For auditors, and for whoever changed a kernel.
 """
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from jev import contract, row_pool, weights
+from jev import contract
 from jev.arguments import Parser
-from jev.backbone import Backbone, forward, open_backbone
-from jev.checkpoint import Export, open_export
-from jev.ops.audit import AuditOps, Pair, Record, compare, table
-from jev.ops.numpy import NumpyOps
+from jev.checkpoint.checkpoint import Export, open_export
+from jev.model import row_pool, weights
+from jev.model.backbone import Backbone, forward, open_backbone
+from jev.model.ops.audit import AuditOps, Pair, Record, compare, table
+from jev.model.ops.numpy import NumpyOps
 from jev.processor import Processor
 
 EXAMPLE = (b'{"state": "The parcel left the depot on Tuesday and nobody has seen it since.", "questions": {'

@@ -62,9 +62,9 @@ def _flush_stdout() -> None:
 
 def open_engine(settings: Settings) -> Engine:
     """Load the export of ``settings``, warm it up and say what it is. Raises errors for which ``main`` has words."""
-    from jev.backbone import open_backbone
-    from jev.checkpoint import open_export
+    from jev.checkpoint.checkpoint import open_export
     from jev.engine import DEMO_NOTICE, Engine
+    from jev.model.backbone import open_backbone
     if settings.model is None:
         raise CommandError("which export? Give --model DIR or set OPEN_JEV_MODEL "
                            "(`jev demo-checkpoint DIR` makes a small one to try)")
@@ -77,7 +77,7 @@ def open_engine(settings: Settings) -> Engine:
 
 
 def describe(export) -> str:
-    from jev.checkpoint import DEMO, pinned
+    from jev.checkpoint.checkpoint import DEMO, pinned
     manifest = export.manifest
     source = DEMO if export.demo else pinned(manifest.model_id)
     return (f"{source.title} ({manifest.model_id}), {export.config.num_layers} layers of {export.config.hidden_size}, "
@@ -247,9 +247,9 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def _make_demo_checkpoint(folder: Path) -> None:
-    from jev.checked_json import CheckpointError
-    from jev.checkpoint import open_export
-    from jev.demo_checkpoint import write_demo_checkpoint
+    from jev.checkpoint.checked_json import CheckpointError
+    from jev.checkpoint.checkpoint import open_export
+    from jev.checkpoint.demo import write_demo_checkpoint
     from jev.processor import Processor, ProcessorError
     try:
         Processor.of(open_export(folder))
@@ -313,14 +313,14 @@ def _show_demo(folder: Path, request_file: Path) -> int:
 
 
 def demo_checkpoint(args: argparse.Namespace) -> int:
-    from jev.demo_checkpoint import write_demo_checkpoint
+    from jev.checkpoint.demo import write_demo_checkpoint
     write_demo_checkpoint(args.dir, seed=args.seed, overwrite=args.overwrite)
     say(f"wrote a demo checkpoint; serve it with: jev serve --model {args.dir}")
     return 0
 
 
 def check(args: argparse.Namespace) -> int:
-    from jev.checkpoint import open_export
+    from jev.checkpoint.checkpoint import open_export
     from jev.engine import DEMO_NOTICE
     from jev.processor import Processor
     export = open_export(args.export, _settings(args).max_length)
@@ -418,8 +418,8 @@ Exit status: 0 all answered, 1 some failed or there were none.
 
 
 # Commands with a module and a parser of their own.
-DELEGATED = {"export": ("jev.export", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
-             "frontend": ("jev.frontend", "the gateway in front of one or more workers"),
+DELEGATED = {"export": ("jev.export.export", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
+             "frontend": ("jev.gateway.app", "the gateway in front of one or more workers"),
              "audit": ("jev.audit", "measure each operation of a backend against float64 on an export's own weights")}
 
 

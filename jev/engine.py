@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from jev import contract
-from jev.backbone import Backbone, BackendError
-from jev.checkpoint import DEMO, MANIFEST_FILE, Export, pinned
+from jev.checkpoint.checkpoint import DEMO, MANIFEST_FILE, Export, pinned
 from jev.contract import ContractError
+from jev.model.backbone import Backbone, BackendError
+from jev.model.row_pool import count_rows
 from jev.processor import Processor
-from jev.row_pool import count_rows
 from jev.scheduler import Cancelled, InferenceError, QueueFull, Refused, Scheduler, ShuttingDown
 from jev.settings import Settings
 

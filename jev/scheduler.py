@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jev.row_pool import shared_prefix
+from jev.model.row_pool import shared_prefix
 
 logger = logging.getLogger("jev.scheduler")
 

@@ -1,6 +1,6 @@
 """The int32 arrays that describe a forward pass to the kernels: what each holds, and where counts stand.
 
-A forward pass runs over the rows of a token trie (see ``jev.row_pool``). Row-wise kernels know only how many rows are
+A forward pass runs over the rows of a token trie (see ``jev.model.row_pool``). Row-wise kernels know only how many rows are
 live; the three that mix along a sequence also read an index. All arrays have a fixed capacity, so that launches depend
 on capacities alone; ``counts`` says how many entries are valid, and nothing beyond them may be read.
 

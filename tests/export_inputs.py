@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jev.checkpoint import ModelConfig, Pinned
-from jev.demo_checkpoint import CHAT_TEMPLATE, demo_tokenizer
-from jev.export import TARGETS
+from jev.checkpoint.checkpoint import ModelConfig, Pinned
+from jev.checkpoint.demo import CHAT_TEMPLATE, demo_tokenizer
+from jev.export.export import TARGETS
 from jev_kernels import bf16
 
 RANK, ALPHA, TEMPERATURE = 4, 6, 2.25

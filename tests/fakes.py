@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from jev.app import create_app
-from jev.checkpoint import Export, open_export
-from jev.demo_checkpoint import write_demo_checkpoint
+from jev.checkpoint.checkpoint import Export, open_export
+from jev.checkpoint.demo import write_demo_checkpoint
 from jev.engine import Engine
-from jev.row_pool import count_rows
+from jev.model.row_pool import count_rows
 from jev.server import Server, bind
 from jev.settings import Settings
 
@@ -126,10 +126,10 @@ class Worker:
 
     def __init__(self, model: Path, folder: Path, *flags: str, seconds: float | None = 0.0, before: str = "",
                  env: dict[str, str] | None = None) -> None:
-        fake = f"jev.backbone.open_backbone = lambda *a, **k: FakeBackbone(seconds={seconds})"
+        fake = f"jev.model.backbone.open_backbone = lambda *a, **k: FakeBackbone(seconds={seconds})"
         program = "\n".join([
             "import ctypes, sys, time", "ctypes.CDLL(None).prctl(1, 9)",    # PR_SET_PDEATHSIG: never outlive the tests
-            "import jev.backbone, jev.cli", "from tests.fakes import FakeBackbone",
+            "import jev.model.backbone, jev.cli", "from tests.fakes import FakeBackbone",
             before, "" if seconds is None else fake,
             f"sys.exit(jev.cli.main({['serve', '--model', str(model), '--port', '0', *flags]!r}))"])
         self.access_file = folder / f"access-{time.monotonic_ns()}.jsonl"

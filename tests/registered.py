@@ -11,9 +11,9 @@ import jev_kernels
 
 def kernels() -> Iterator[tuple]:
     """(name, Kernel, compute capabilities, most registers, most bytes of spill stores) of each, module by module."""
-    for module in sorted(m.name for m in pkgutil.iter_modules(jev_kernels.__path__)):
-        if module not in ("ptx_sim", "simulator"):
-            made = getattr(importlib.import_module(f"jev_kernels.{module}"), "kernels", None)
+    for module in sorted(m.name for m in pkgutil.walk_packages(jev_kernels.__path__, "jev_kernels.")):
+        if not module.startswith("jev_kernels.sim."):
+            made = getattr(importlib.import_module(module), "kernels", None)
             if made is not None and not inspect.signature(made).parameters:
                 for name, entry in made().items():
                     yield name, *entry

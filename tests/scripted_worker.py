@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jev.frontend import Gateway, GatewaySettings
+from jev.gateway.app import Gateway, GatewaySettings
 from jev.server import bind
 
 Script = Callable[[socket.socket, "Request"], "bool | str | None"]

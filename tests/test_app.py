@@ -6,12 +6,11 @@ import json
 import logging
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from jev.app import MAX_BODY_BYTES, create_app
-from jev.backbone import BackendError
 from jev.engine import Engine
+from jev.model.backbone import BackendError
 from jev.settings import Settings
 from tests.fakes import FakeBackbone, body, choice, demo_export, request
 

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from jev import audit
-from jev.demo_checkpoint import write_demo_checkpoint
-from jev.ops.audit import AuditOps
-from jev.ops.numpy import NumpyOps
+from jev.checkpoint.demo import write_demo_checkpoint
+from jev.model.ops.audit import AuditOps
+from jev.model.ops.numpy import NumpyOps
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import pytest
 from numba.cuda import types
 from numba.cuda.core import config
 
-from jev_kernels import cubin, disk, silu
-from jev_kernels.launch import Kernel
+from jev_kernels.rowwise import silu
+from jev_kernels.runtime import cubin, disk
+from jev_kernels.runtime.launch import Kernel
 from tests.registered import kernels
 from tools import synthetic
 
@@ -84,7 +85,7 @@ def test_whatever_decides_the_code_decides_its_name(monkeypatch):
     names.add(cubin.identity(_like(kernel, signature=types.void(types.int32)), HOPPER))
     names.add(cubin.identity(_like(kernel, resident=2), HOPPER))
     other = _like(kernel)
-    other.origin = ((("jev_kernels.silu", "another hash"),), kernel.origin[1])
+    other.origin = ((("jev_kernels.rowwise.silu", "another hash"),), kernel.origin[1])
     names.add(cubin.identity(other, HOPPER))
     cubin.versions.cache_clear()
     monkeypatch.setenv("NUMBA_OPT", "0")
@@ -118,8 +119,8 @@ def test_sources_are_those_that_were_imported(tmp_path, monkeypatch):
     """What is edited after the import names other code than the one that runs."""
     (tmp_path / "edited.py").write_text("""
 from numba.cuda import types
-from jev_kernels import cubin
-from jev_kernels.launch import Kernel
+from jev_kernels.runtime import cubin
+from jev_kernels.runtime.launch import Kernel
 @cubin.factory
 def make(n):
     def inner(x):
@@ -162,16 +163,49 @@ def test_files_are_whole_and_as_readable_as_the_umask_allows(tmp_path, monkeypat
 
 
 def test_sources_follow_every_import():
-    found = dict(cubin.sources("jev_kernels.silu"))
-    assert {"jev_kernels.silu", "jev_kernels.bf16", "jev_kernels.ptx_device", "jev_kernels.pool"} <= set(found)
-    assert "jev_kernels.hopper_gdn" not in found
-    assert "jev_kernels.ptx_device" in dict(cubin.sources(synthetic.__name__)), "from another package"
+    found = dict(cubin.sources("jev_kernels.rowwise.silu"))
+    assert {"jev_kernels.rowwise.silu", "jev_kernels.bf16", "jev_kernels.ptx.device", "jev_kernels.pool"} <= set(found)
+    assert "jev_kernels.gdn.hopper" not in found
+    assert "jev_kernels.ptx.device" in dict(cubin.sources(synthetic.__name__)), "from another package"
 
 
 def test_another_process_names_the_same_code():
-    code = ("from jev_kernels import cubin, hopper_gemm_wide, silu\n"
+    code = ("from jev_kernels.gemm import wide\nfrom jev_kernels.rowwise import silu\nfrom jev_kernels.runtime import cubin\n"
             "print(cubin.identity(silu.silu_mul_kernel(True), (9, 0, 'a')))\n"
-            "print(cubin.identity(hopper_gemm_wide.kernel(hopper_gemm_wide.Config(tokens=128)), (9, 0, 'a')))\n")
+            "print(cubin.identity(wide.kernel(wide.Config(tokens=128)), (9, 0, 'a')))\n")
     seen = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}
     assert len(seen) == 1
     assert seen.pop().split()[0] == cubin.identity(silu.silu_mul_kernel(True), HOPPER)
+
+
+def test_sources_are_found_across_folders():
+    """A kernel's code depends on what its module imports from other folders of the package, and on what those import."""
+    for _, kernel, *_ in kernels():
+        read, made = kernel.origin
+        names = {name for name, _ in read}
+        assert {"jev_kernels", "jev_kernels.runtime.launch", "jev_kernels.ptx", "jev_kernels.ptx.device"} <= names, made
+    assert {"jev_kernels.gdn", "jev_kernels.gdn.flags", "jev_kernels.gdn.prepare"} <= dict(cubin.sources("jev_kernels.gdn.scan")).keys()
+
+
+@pytest.mark.parametrize("edited", ["kernels_of_a_test/__init__.py", "kernels_of_a_test/rooms/__init__.py",
+                                    "kernels_of_a_test/rooms/other.py", "kernels_of_a_test/rooms/kernel.py"])
+def test_an_edit_in_any_folder_is_other_code(tmp_path, monkeypatch, edited):
+    package = tmp_path / "kernels_of_a_test"
+    (package / "rooms").mkdir(parents=True)
+    for name, text in (("__init__", ""), ("rooms/__init__", ""), ("rooms/other", "N = 1\n"),
+                       ("rooms/kernel", "from kernels_of_a_test.rooms.other import N\n")):
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("kernels_of_a_test")
+
+    def found():
+        cubin.sources.cache_clear()
+        cubin._source.cache_clear()
+        return cubin.origin("kernels_of_a_test.rooms.kernel")
+    try:
+        before = found()
+        path = tmp_path / edited
+        path.write_text(path.read_text() + "# edited\n")
+        assert before is not None and before != found()
+    finally:
+        del sys.modules["kernels_of_a_test"]

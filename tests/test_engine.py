@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jev.engine
-from jev.backbone import BackendError
 from jev.contract import parse_request
 from jev.engine import WARM_UP, ContractError, Engine, InferenceError, ShuttingDown
-from jev.row_pool import count_rows
+from jev.model.backbone import BackendError
+from jev.model.row_pool import count_rows
 from jev.settings import Settings
 from tests.fakes import FakeBackbone, body, choice, demo_export, eventually, request
 

@@ -13,9 +13,17 @@ from numba.cuda.core import config
 if config.ENABLE_CUDASIM:
     pytest.skip("tensor maps and wgmma are not simulated", allow_module_level=True)
 
-from jev import weights  # noqa: E402
-from jev_kernels import device, gemm, hopper_gemm, hopper_gemm_wide, tensor_maps  # noqa: E402
-from jev_kernels.cublaslt import Algorithm, Key, layout                      # noqa: E402
+from jev.model import weights  # noqa: E402
+from jev_kernels.gemm import (
+    narrow as hopper_gemm,  # noqa: E402
+    selection as gemm,  # noqa: E402
+    wide as hopper_gemm_wide,  # noqa: E402
+)
+from jev_kernels.gemm.cublaslt import Algorithm, Key, layout  # noqa: E402
+from jev_kernels.runtime import (
+    device,  # noqa: E402
+    tensor_maps,  # noqa: E402
+)
 
 SHAPES = [(16480, 5120), (14336, 5120), (5120, 6144), (34816, 5120), (5120, 17408),              # 27B
           (12352, 4096), (10240, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]              # 9B

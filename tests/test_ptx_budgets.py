@@ -11,7 +11,7 @@ import re
 import pytest
 from numba.cuda.core import config
 
-from jev_kernels import cubin
+from jev_kernels.runtime import cubin
 from tests.registered import kernels
 
 if config.ENABLE_CUDASIM:

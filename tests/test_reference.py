@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jev import row_pool
+from jev.model import row_pool
 from jev_kernels import bf16, reference
-from tests.test_row_pool import trees
+from tests.model.test_row_pool import trees
 
 
 def inputs(rng, rows, lk=2, lv=6, dk=16, dv=16, decay=0.1):

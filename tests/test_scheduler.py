@@ -7,12 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from jev.row_pool import count_rows
-from jev.scheduler import (Cancelled, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose,
-                           row_costs)
+from jev.model.row_pool import count_rows
+from jev.scheduler import Cancelled, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose, row_costs
 from tests.fakes import eventually
 
 

@@ -5,8 +5,7 @@ import math
 import time
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from jev.strict_json import MAX_DEPTH, MAX_INTEGER_DIGITS, StrictJSONError, excerpt, parse, render
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from jev.checkpoint import ModelConfig
-from jev.row_pool import RowPool
-from jev.weights import attention_columns, gdn_columns
+from jev.checkpoint.checkpoint import ModelConfig
+from jev.model.row_pool import RowPool
+from jev.model.weights import attention_columns, gdn_columns
 from jev_kernels.pool import CHUNK
 from jev_kernels.reference import L2_EPS, TURN
 

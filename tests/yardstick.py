@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jev import backbone, row_pool, weights
-from jev.checkpoint import ModelConfig
-from jev.ops.numpy import NumpyOps
+from jev.checkpoint.checkpoint import ModelConfig
+from jev.model import backbone, row_pool, weights
+from jev.model.ops.numpy import NumpyOps
 from tests import models
 
 SEEDS = range(20)

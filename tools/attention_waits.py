@@ -14,8 +14,9 @@ from collections import Counter
 
 import torch
 
-from jev_kernels import cubin, device, hopper_attention
-from jev_kernels.ptx_device import i32, ptx, void
+from jev_kernels.attention import hopper as hopper_attention
+from jev_kernels.ptx.device import i32, ptx, void
+from jev_kernels.runtime import cubin, device
 from tests.gpu.attention_problem import Problem, stream, tokens
 
 MOST = 8192                          # notes that are kept

@@ -15,7 +15,7 @@ import json
 import torch
 import torch.nn.attention as torch_attention
 
-from jev_kernels import device
+from jev_kernels.runtime import device
 from tests.gpu.attention_problem import D, Problem, relative_error, stream, tokens
 
 MODELS = {"27b": (24, 4), "9b": (16, 4)}

@@ -26,10 +26,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jev import checkpoint, export  # noqa: E402
-from jev.checkpoint import ModelConfig, Pinned  # noqa: E402
-from jev.demo_checkpoint import CHAT_TEMPLATE, demo_tokenizer  # noqa: E402
-from jev.weight_files import INDEX_FILE  # noqa: E402
+from jev.checkpoint import checkpoint  # noqa: E402
+from jev.checkpoint.checkpoint import ModelConfig, Pinned  # noqa: E402
+from jev.checkpoint.demo import CHAT_TEMPLATE, demo_tokenizer  # noqa: E402
+from jev.checkpoint.weight_files import INDEX_FILE  # noqa: E402
+from jev.export import export  # noqa: E402
 
 SOURCES = {"27b": checkpoint.PINNED[0], "9b": checkpoint.PINNED[1]}
 VOCAB = 248320

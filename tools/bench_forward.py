@@ -21,15 +21,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev import backbone as forward_pass  # noqa: E402
-from jev import row_pool  # noqa: E402
-from jev.checkpoint import ModelConfig  # noqa: E402
-from jev.cuda_backbone import CudaBackbone  # noqa: E402
-from jev.ops.audit import AuditOps  # noqa: E402
-from jev.ops.buckets import choose  # noqa: E402
-from jev.ops.cuda import CudaWeights  # noqa: E402
-from jev_kernels import graph as graphs  # noqa: E402
-from jev_kernels.device import Event, Stream, find_device, peak_memory  # noqa: E402
+from jev.checkpoint.checkpoint import ModelConfig  # noqa: E402
+from jev.model import (
+    backbone as forward_pass,  # noqa: E402
+    row_pool,  # noqa: E402
+)
+from jev.model.buckets import choose  # noqa: E402
+from jev.model.cuda_backbone import CudaBackbone  # noqa: E402
+from jev.model.ops.audit import AuditOps  # noqa: E402
+from jev.model.ops.cuda import CudaWeights  # noqa: E402
+from jev_kernels.runtime import graph as graphs  # noqa: E402
+from jev_kernels.runtime.device import Event, Stream, find_device, peak_memory  # noqa: E402
 from tools import synthetic  # noqa: E402
 
 BANDWIDTH, MATRIX_RATE = 4.4e12, 790e12          # measured on an H200: bytes/s read + written, BF16 FLOP/s

@@ -16,15 +16,15 @@ import time
 
 from numba.cuda import types
 
-from jev_kernels import device
-from jev_kernels.cublaslt import Key
-from jev_kernels.gemm import OWN, WIDE, Gemm
-from jev_kernels.gemm_trials import RANDOM
-from jev_kernels.graph import capture
-from jev_kernels.hopper_gemm import MAX_ROWS
-from jev_kernels.launch import Kernel
+from jev_kernels.gemm.cublaslt import Key
+from jev_kernels.gemm.narrow import MAX_ROWS
+from jev_kernels.gemm.selection import OWN, WIDE, Gemm
+from jev_kernels.gemm.trials import RANDOM
 from jev_kernels.ptx import pdl_launch, pdl_wait, ptx
-from jev_kernels.ptx_device import i64
+from jev_kernels.ptx.device import i64
+from jev_kernels.runtime import device
+from jev_kernels.runtime.graph import capture
+from jev_kernels.runtime.launch import Kernel
 
 # N x K and how many of them a forward pass runs. "gate, up" has its activation behind it, with cuBLASLt as another launch.
 MODELS = {

@@ -21,9 +21,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jev_kernels import bf16, device, embed, gdn_conv, reference, rms_norm, rope, silu  # noqa: E402
-from jev_kernels.graph import capture  # noqa: E402
+from jev_kernels import bf16, reference  # noqa: E402
+from jev_kernels.gdn import conv as gdn_conv  # noqa: E402
 from jev_kernels.pool import COUNTS, LASTS, ROWS  # noqa: E402
+from jev_kernels.rowwise import (
+    embed,  # noqa: E402
+    rms_norm,  # noqa: E402
+    rope,  # noqa: E402
+    silu,  # noqa: E402
+)
+from jev_kernels.runtime import device  # noqa: E402
+from jev_kernels.runtime.graph import capture  # noqa: E402
 
 # hidden, intermediate, query heads, key heads, linear key heads, linear value heads
 MODELS = {"27b": (5120, 17408, 24, 4, 16, 48), "9b": (4096, 12288, 16, 4, 16, 32)}

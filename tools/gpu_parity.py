@@ -17,11 +17,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev import backbone, row_pool  # noqa: E402
-from jev.checkpoint import ModelConfig  # noqa: E402
-from jev.weights import assemble  # noqa: E402
+from jev.checkpoint.checkpoint import ModelConfig  # noqa: E402
+from jev.model import (
+    backbone,  # noqa: E402
+    row_pool,  # noqa: E402
+)
+from jev.model.weights import assemble  # noqa: E402
 from jev_kernels import bf16  # noqa: E402
-from jev_kernels.device import find_device, memory  # noqa: E402
+from jev_kernels.runtime.device import find_device, memory  # noqa: E402
 from tests import torch_ops, yardstick  # noqa: E402
 from tests.gpu.device_models import transformers_hidden, transformers_model  # noqa: E402
 from tools import synthetic  # noqa: E402

@@ -29,10 +29,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jev.demo_checkpoint import write_demo_checkpoint  # noqa: E402
+from jev.checkpoint.demo import write_demo_checkpoint  # noqa: E402
 from tests.faults.harness import (  # noqa: E402
-    GOOD_BODY, GROWTH_BYTES, MIB, Asking, Process, answers, ask, connect, eventually, health, post_bytes, read_all,
-    start_gateway, start_worker)
+    GOOD_BODY,
+    GROWTH_BYTES,
+    MIB,
+    Asking,
+    Process,
+    answers,
+    ask,
+    connect,
+    eventually,
+    health,
+    post_bytes,
+    read_all,
+    start_gateway,
+    start_worker,
+)
 from tests.faults.hostile import bodies, largest  # noqa: E402
 
 PLACES = 8

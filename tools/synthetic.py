@@ -10,10 +10,10 @@ import math
 
 from numba import cuda, float32, int64, types, uint64
 
-from jev.checkpoint import ModelConfig
-from jev.weights import Spec
+from jev.checkpoint.checkpoint import ModelConfig
+from jev.model.weights import Spec
 from jev_kernels.bf16 import from_f32
-from jev_kernels.launch import Kernel
+from jev_kernels.runtime.launch import Kernel
 
 CONFIGS = {
     "27b": dict(hidden_size=5120, intermediate_size=17408, num_attention_heads=24, num_key_value_heads=4,
@@ -56,7 +56,7 @@ fill = Kernel(_fill, types.void(types.uint16[::1], int64, uint64, types.int32, f
 
 
 def distribution(key: str) -> tuple[int, float, float]:
-    """(kind, mean, standard deviation) of a weight, by its key in ``jev.weights``."""
+    """(kind, mean, standard deviation) of a weight, by its key in ``jev.model.weights``."""
     name = key.rsplit(".", 1)[-1]
     if name == "a_log":
         return LOG_UNIFORM, 0.0, 0.0

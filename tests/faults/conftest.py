@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from jev.backbone import open_backbone
-from jev.checkpoint import open_export
-from jev.demo_checkpoint import write_demo_checkpoint
+from jev.checkpoint.checkpoint import open_export
+from jev.checkpoint.demo import write_demo_checkpoint
 from jev.engine import Engine
+from jev.model.backbone import open_backbone
 from jev.settings import Settings
 from tests.faults.harness import (
-    GOOD_BODY, Asking, Process, answers, ask, check_settled, eventually, free_port, health, pause, start_gateway,
-    start_worker, without_timing)
+    GOOD_BODY,
+    Asking,
+    Process,
+    answers,
+    ask,
+    check_settled,
+    eventually,
+    free_port,
+    health,
+    pause,
+    start_gateway,
+    start_worker,
+    without_timing,
+)
 from tests.faults.hostile import largest
 
 HEALTH_MS = 3000

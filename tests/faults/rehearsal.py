@@ -18,8 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jev import checkpoint, cli, export
-from jev.demo_checkpoint import CHAT_PREFIX, CHAT_SUFFIX
+from jev import cli
+from jev.checkpoint import checkpoint
+from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX
+from jev.export import export
 from tests.export_inputs import CONFIG, SOURCE, write_base, write_checkpoint
 from tests.faults.harness import ROOT, connect, eventually, free_port
 

@@ -11,8 +11,19 @@ import pytest
 
 from tests.faults.conftest import HEALTH_MS
 from tests.faults.harness import (
-    GOOD_BODY, Asking, answers, ask, check_settled, connect, eventually, health, pause, post_bytes, read_all,
-    start_worker)
+    GOOD_BODY,
+    Asking,
+    answers,
+    ask,
+    check_settled,
+    connect,
+    eventually,
+    health,
+    pause,
+    post_bytes,
+    read_all,
+    start_worker,
+)
 
 
 def in_hand(pair, number):

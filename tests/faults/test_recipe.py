@@ -10,12 +10,11 @@ from dataclasses import fields
 
 import pytest
 
-from jev.checkpoint import PINNED
-from jev.frontend import GatewaySettings
+from jev.checkpoint.checkpoint import PINNED
+from jev.gateway.app import GatewaySettings
 from jev.settings import Settings
 from tests.faults.harness import ROOT
 from tests.faults.rehearsal import RECIPE, blocks, downloads, environments, follow, write_downloads
-
 
 
 def test_the_recipe_ends_with_an_answer_through_the_gateway(tmp_path):

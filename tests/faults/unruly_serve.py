@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-import jev.backbone
 import jev.cli
+import jev.model.backbone
 
 BF16_NAN = 0x7FC0
 
 
 class UnrulyBackbone:
-    """Has the surface of jev.backbone.Backbone."""
+    """Has the surface of jev.model.backbone.Backbone."""
 
-    def __init__(self, backbone: jev.backbone.Backbone, folder: Path) -> None:
+    def __init__(self, backbone: jev.model.backbone.Backbone, folder: Path) -> None:
         self.backbone = backbone
         self.folder = folder
         self.name, self.max_rows = backbone.name, backbone.max_rows
@@ -48,7 +48,7 @@ class UnrulyBackbone:
         if (message := self._told("raise")) is not None:
             raise RuntimeError(message)
         if self._told("memory") is not None:
-            raise jev.backbone.BackendError("out of device memory: 64 MiB wanted")
+            raise jev.model.backbone.BackendError("out of device memory: 64 MiB wanted")
         hidden, rows = self.backbone.hidden(sequences)
         if self._told("nan") is not None:
             hidden = np.full_like(hidden, BF16_NAN)
@@ -60,8 +60,8 @@ class UnrulyBackbone:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    opened = jev.backbone.open_backbone
-    jev.backbone.open_backbone = lambda *args, **named: UnrulyBackbone(opened(*args, **named), folder)
+    opened = jev.model.backbone.open_backbone
+    jev.model.backbone.open_backbone = lambda *args, **named: UnrulyBackbone(opened(*args, **named), folder)
     return jev.cli.main(sys.argv[2:])
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from jev.row_pool import RowPool, build
-from jev_kernels import attention
-from jev_kernels.hopper_attention import HopperPlan
+from jev.model.row_pool import RowPool, build
+from jev_kernels.attention import portable as attention
+from jev_kernels.attention.hopper import HopperPlan
 from jev_kernels.pool import COUNTS, PADDING, ROWS, TILES
 
 D = attention.D

@@ -4,8 +4,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from jev.row_pool import RowPool, build
-from jev_kernels import gdn
+from jev.model.row_pool import RowPool, build
+from jev_kernels.gdn import portable as gdn
 from jev_kernels.pool import CHUNKS, COUNTS, ROWS, RUNS
 
 D = gdn.D

@@ -1,17 +1,17 @@
 """Gated attention on a GPU: float64, bits that depend on a row's prefix only, the gate, graphs under PDL."""
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 from numba.cuda.core import config
 
 torch = pytest.importorskip("torch")
 
-from jev.row_pool import build                                                             # noqa: E402
-from jev_kernels import attention, device                                                  # noqa: E402
-from tests.gpu import sanitizer                                                         # noqa: E402
-from tests.gpu.attention_problem import D, POISON, U16, Problem, relative_error, stream, tokens   # noqa: E402
+from jev.model.row_pool import build  # noqa: E402
+from jev_kernels.attention import portable as attention  # noqa: E402
+from jev_kernels.runtime import device  # noqa: E402
+from tests.gpu import sanitizer  # noqa: E402
+from tests.gpu.attention_problem import POISON, U16, D, Problem, relative_error, stream, tokens  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -7,14 +7,15 @@ import os
 import numpy as np
 import pytest
 
-from jev import backbone, contract, row_pool
+from jev import contract
 from jev.audit import paired
-from jev.checkpoint import ModelConfig
+from jev.checkpoint.checkpoint import ModelConfig
 from jev.engine import Engine
-from jev.ops.audit import AuditOps
-from jev.ops.numpy import NumpyOps
+from jev.model import backbone, row_pool
+from jev.model.ops.audit import AuditOps
+from jev.model.ops.numpy import NumpyOps
+from jev.model.weights import assemble
 from jev.settings import Settings
-from jev.weights import assemble
 from jev_kernels import bf16
 from tests import fakes, yardstick
 from tools import synthetic

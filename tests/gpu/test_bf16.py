@@ -9,8 +9,8 @@ from numba import cuda
 from numba.cuda import types
 
 from jev_kernels import bf16, ptx
-from jev_kernels.launch import Kernel
 from jev_kernels.ptx import u32
+from jev_kernels.runtime.launch import Kernel
 from tests.kernels.test_bf16 import test_device_functions, test_eight_values_at_a_time  # noqa: F401
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jev_kernels import device
+from jev_kernels.runtime import device
 
 pytestmark = pytest.mark.gpu
 

@@ -1,15 +1,18 @@
 """The gated delta rule on a GPU: against float64, the same bits in any company, in graphs with dependent launches."""
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from jev_kernels import gdn, gdn_conv, rms_norm                        # noqa: E402
-from tests.gpu import sanitizer                                        # noqa: E402
-from tests.gpu.gdn_problem import KINDS, Array, Problem, bf16, capture, error, inputs, reference     # noqa: E402
+from jev_kernels.gdn import (
+    conv as gdn_conv,  # noqa: E402
+    portable as gdn,  # noqa: E402
+)
+from jev_kernels.rowwise import rms_norm  # noqa: E402
+from tests.gpu import sanitizer  # noqa: E402
+from tests.gpu.gdn_problem import KINDS, Array, Problem, bf16, capture, error, inputs, reference  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 LIMIT = 4e-3

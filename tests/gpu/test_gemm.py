@@ -8,12 +8,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jev_kernels import device, gemm_trials, hopper_gemm, silu        # noqa: E402
-from jev_kernels.cublaslt import Key                                   # noqa: E402
-from jev_kernels.gemm import OWN, WIDE, Gemm, NoAlgorithm              # noqa: E402
-from jev_kernels.graph import capture                                  # noqa: E402
-from tests.gpu import sanitizer                                        # noqa: E402
-from tests.torch_ops import gate_and_up                                # noqa: E402
+from jev_kernels.gemm import (
+    narrow as hopper_gemm,  # noqa: E402
+    trials as gemm_trials,  # noqa: E402
+)
+from jev_kernels.gemm.cublaslt import Key  # noqa: E402
+from jev_kernels.gemm.selection import OWN, WIDE, Gemm, NoAlgorithm  # noqa: E402
+from jev_kernels.rowwise import silu  # noqa: E402
+from jev_kernels.runtime import device  # noqa: E402
+from jev_kernels.runtime.graph import capture  # noqa: E402
+from tests.gpu import sanitizer  # noqa: E402
+from tests.torch_ops import gate_and_up  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jev_kernels import device
-from jev_kernels.gemm_trials import RANDOM
-from jev_kernels.graph import CaptureError, capture
+from jev_kernels.gemm.trials import RANDOM
+from jev_kernels.runtime import device
+from jev_kernels.runtime.graph import CaptureError, capture
 
 pytestmark = pytest.mark.gpu
 

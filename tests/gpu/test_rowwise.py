@@ -1,13 +1,15 @@
 """The row-wise kernels on a GPU, at the widths of the models, against float64; the same bits in any company."""
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 from numba import cuda
 
-from jev_kernels import device, embed, gdn_conv, reference, rms_norm, rope, silu
-from jev_kernels.graph import capture
+from jev_kernels import reference
+from jev_kernels.gdn import conv as gdn_conv
+from jev_kernels.rowwise import embed, rms_norm, rope, silu
+from jev_kernels.runtime import device
+from jev_kernels.runtime.graph import capture
 from tests.gpu import sanitizer
 from tests.kernels import checks
 

@@ -12,8 +12,10 @@ import itertools
 import numpy as np
 from numba import cuda
 
-from jev_kernels import bf16, embed, gdn_conv, reference, rms_norm, rope, silu
+from jev_kernels import bf16, reference
+from jev_kernels.gdn import conv as gdn_conv
 from jev_kernels.pool import COUNTS, LASTS, ROWS
+from jev_kernels.rowwise import embed, rms_norm, rope, silu
 
 r = bf16.round_float64
 POISON = {np.dtype(np.uint16): 0x7FA5, np.dtype(np.float32): np.float32(np.nan), np.dtype(np.int32): -(2**30)}

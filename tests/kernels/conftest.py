@@ -22,6 +22,6 @@ if not config.ENABLE_CUDASIM:
 @pytest.fixture(params=["forward", "backward"])
 def schedule(request, monkeypatch):
     """Run a test with the simulated threads in either order: a missing barrier often shows in one of them."""
-    from jev_kernels import simulator
+    from jev_kernels.sim import simulator
     monkeypatch.setattr(simulator, "SCHEDULE", request.param)
     return request.param

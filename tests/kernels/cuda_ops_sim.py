@@ -1,6 +1,6 @@
-"""``jev_kernels.device`` and the GEMMs for the simulator, so that the CUDA backend runs on a CPU, launchers and all.
+"""``jev_kernels.runtime.device`` and the GEMMs for the simulator, so that the CUDA backend runs on a CPU, launchers and all.
 
-    monkeypatch.setattr(jev.ops.cuda, "device", cuda_ops_sim)
+    monkeypatch.setattr(jev.model.ops.cuda, "device", cuda_ops_sim)
 
 This module stands for ``device``: arrays are the simulator's, a stream does everything at once. Whatever is taken from
 an arena is an allocation of its own, and full of garbage.
@@ -12,14 +12,15 @@ import ctypes
 import numpy as np
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-from jev.checkpoint import ModelConfig
-from jev.cuda_backbone import CudaBackbone
-from jev.ops.buckets import Bucket
-from jev.ops.cuda import Buffers, CudaWeights
-from jev.weights import assemble, specs
-from jev_kernels import bf16, silu
-from jev_kernels.cublaslt import layout
-from jev_kernels.device import ALIGNMENT, array_bytes  # noqa: F401  part of what ``device`` has
+from jev.checkpoint.checkpoint import ModelConfig
+from jev.model.buckets import Bucket
+from jev.model.cuda_backbone import CudaBackbone
+from jev.model.ops.cuda import Buffers, CudaWeights
+from jev.model.weights import assemble, specs
+from jev_kernels import bf16
+from jev_kernels.gemm.cublaslt import layout
+from jev_kernels.rowwise import silu
+from jev_kernels.runtime.device import ALIGNMENT, array_bytes  # noqa: F401  part of what ``device`` has
 
 POISON = 0x7FC1                      # a BF16 NaN; as float32 a NaN; as an index far outside
 

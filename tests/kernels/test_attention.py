@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from jev.row_pool import build
-from jev_kernels import attention, bf16, hopper_attention_sim, ptx_sim, reference, simulator
-from jev_kernels.hopper_attention import HopperPlan
+from jev.model.row_pool import build
+from jev_kernels import bf16, reference
+from jev_kernels.attention import portable as attention
+from jev_kernels.attention.hopper import HopperPlan
 from jev_kernels.pool import COUNTS, ROWS, TILES
+from jev_kernels.sim import ptx as ptx_sim, simulator, tensor_cores as hopper_attention_sim
 
 D = attention.D
 POISON = 0x7FC1                              # a NaN

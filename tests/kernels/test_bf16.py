@@ -5,14 +5,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numba import cuda
 from numba.cuda import types
 
 from jev_kernels import bf16
-from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import i32, u32, u64
+from jev_kernels.runtime.launch import Kernel, address
 
 INTERESTING = np.array(
     [0, 1, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0x18001, 0x007F7FFF, 0x007F8000, 0x007FFFFF, 0x00800000,

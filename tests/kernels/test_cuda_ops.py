@@ -7,16 +7,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import jev.cuda_backbone
-import jev.ops.cuda
-from jev import backbone, row_pool, weights
+import jev.model.cuda_backbone
+import jev.model.ops.cuda
 from jev.audit import paired
-from jev.backbone import BackendError
-from jev.ops.audit import AuditOps
-from jev.ops.buckets import Bucket
-from jev.ops.numpy import NumpyOps
+from jev.model import backbone, row_pool, weights
+from jev.model.backbone import BackendError
+from jev.model.buckets import Bucket
+from jev.model.ops.audit import AuditOps
+from jev.model.ops.numpy import NumpyOps
 from jev_kernels import bf16
-from jev_kernels.graph import CaptureError
+from jev_kernels.runtime.graph import CaptureError
 from tests import models, yardstick
 from tests.kernels import cuda_ops_sim
 
@@ -31,7 +31,7 @@ LIMIT = 3e-3
 
 @pytest.fixture(autouse=True)
 def simulated_device(monkeypatch):
-    for module in (jev.cuda_backbone, jev.ops.cuda):
+    for module in (jev.model.cuda_backbone, jev.model.ops.cuda):
         monkeypatch.setattr(module, "device", cuda_ops_sim)
 
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_captured_is_launched(monkeypatch, error):
     launched, said = [], []
     made.use_graphs, made.log = True, said.append
     monkeypatch.setattr(made, "_launch", launched.append)
-    monkeypatch.setattr(jev.cuda_backbone.graphs, "capture", fails)
+    monkeypatch.setattr(jev.model.cuda_backbone.graphs, "capture", fails)
     for _ in range(2):
         made.hidden([np.zeros(3, np.int32)])
     assert len(launched) == 2 and len(said) == 1 and str(error) in said[0]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from jev_kernels import embed
+from jev_kernels.rowwise import embed
 from tests.kernels import checks
 
 WHERE = [(64, {}), (64, {"ld": 72}), (61, {}), (64, {"offset": 1}), (5128, {})]

@@ -6,10 +6,17 @@ import threading
 import numpy as np
 import pytest
 
-from jev.row_pool import build
-from jev_kernels import bf16, gdn, hopper_gdn, hopper_gdn_flags, hopper_gdn_prepare, hopper_gdn_scan, reference
-from jev_kernels.launch import address
+from jev.model.row_pool import build
+from jev_kernels import bf16, reference
+from jev_kernels.gdn import (
+    flags as hopper_gdn_flags,
+    hopper as hopper_gdn,
+    portable as gdn,
+    prepare as hopper_gdn_prepare,
+    scan as hopper_gdn_scan,
+)
 from jev_kernels.pool import CHUNKS, COUNTS, ROWS, RUNS
+from jev_kernels.runtime.launch import address
 
 D = gdn.D
 ROW_INPUTS = 997                     # rows of the table from which a row takes its inputs, by its prefix

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from jev_kernels import gdn_conv
+from jev_kernels.gdn import conv as gdn_conv
 from tests.kernels import checks
 
 

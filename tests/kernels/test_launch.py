@@ -10,9 +10,11 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import launch, ptx, simulator
-from jev_kernels.launch import Kernel, address
+from jev_kernels import ptx
 from jev_kernels.ptx import f32, i32, u32, u64
+from jev_kernels.runtime import launch
+from jev_kernels.runtime.launch import Kernel, address
+from jev_kernels.sim import simulator
 
 VECTOR = types.float32[::1]
 
@@ -249,6 +251,6 @@ def test_argument_packing():
 
 
 def test_the_simulation_has_every_instruction():
-    source = Path(launch.__file__).with_name("ptx_device.py").read_text()
+    source = (Path(launch.__file__).parents[1] / "ptx/device.py").read_text()
     names = re.findall(r"^(\w+) = ptx\(", source, re.M) + re.findall(r"^def (\w+)\(", source, re.M)
     assert len(names) > 90 and not [n for n in names if not hasattr(ptx, n)]

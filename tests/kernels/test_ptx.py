@@ -7,8 +7,8 @@ from numba import cuda
 from numba.cuda import types
 
 from jev_kernels import bf16, ptx
-from jev_kernels.launch import Kernel, address
 from jev_kernels.ptx import i32, u32, u64
+from jev_kernels.runtime.launch import Kernel, address
 
 LANES = np.arange(32)
 G, T = LANES // 4, LANES % 4

@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 from numba import cuda, types
 
-from jev_kernels import hopper_attention, hopper_gdn_scan, ptx, simulator
-from jev_kernels.launch import Kernel
+from jev_kernels import ptx
+from jev_kernels.attention import hopper as hopper_attention
+from jev_kernels.gdn import scan as hopper_gdn_scan
 from jev_kernels.ptx import u64
-from jev_kernels.simulator_races import Race, Races
+from jev_kernels.runtime.launch import Kernel
+from jev_kernels.sim import simulator
+from jev_kernels.sim.races import Race, Races
 from tests.kernels import test_attention, test_gdn
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from jev_kernels import bf16, rms_norm
+from jev_kernels import bf16
+from jev_kernels.rowwise import rms_norm
 from tests.kernels import checks
 
 

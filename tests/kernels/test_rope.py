@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from jev_kernels import bf16, reference, rope
+from jev_kernels import bf16, reference
+from jev_kernels.rowwise import rope
 from tests.kernels import checks
 
 

@@ -5,8 +5,9 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels import hopper_gemm_gated, silu
-from jev_kernels.launch import Kernel
+from jev_kernels.gemm import activation as hopper_gemm_gated
+from jev_kernels.rowwise import silu
+from jev_kernels.runtime.launch import Kernel
 from tests.kernels import checks
 
 

@@ -13,12 +13,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from jev import checkpoint, export, weight_files
-from jev.backbone import NumpyBackbone
-from jev.checked_json import CheckpointError
-from jev.checkpoint import Manifest, ModelConfig, Pinned, open_export
+from jev.checkpoint import checkpoint, weight_files
+from jev.checkpoint.checked_json import CheckpointError
+from jev.checkpoint.checkpoint import Manifest, ModelConfig, Pinned, open_export
+from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX
 from jev.contract import parse_request
-from jev.demo_checkpoint import CHAT_PREFIX, CHAT_SUFFIX
+from jev.export import export
+from jev.model.backbone import NumpyBackbone
 from jev.processor import Processor
 from tests.export_inputs import F, L, edit_json, write_json, write_tokenizer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jev import backbone, row_pool, weights
-from jev.ops.numpy import NumpyOps
+from jev.model import backbone, row_pool, weights
+from jev.model.ops.numpy import NumpyOps
 from tests import models, torch_ops
 
 pytestmark = pytest.mark.parity

@@ -1,0 +1,1 @@
+"""Exports on disk: reading, checking and imitating them."""

@@ -1,0 +1,1 @@
+"""Making an export from a base model and a LoRA checkpoint."""

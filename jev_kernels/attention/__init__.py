@@ -1,0 +1,1 @@
+"""Causal attention over the row pool with its gate, portable and for Hopper."""

@@ -1,0 +1,1 @@
+"""The gated delta rule and the convolution before it, portable and for Hopper."""

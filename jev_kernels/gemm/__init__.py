@@ -1,0 +1,1 @@
+"""Matrix products: which algorithm serves a shape, cuBLASLt, and our own for Hopper."""

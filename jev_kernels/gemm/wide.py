@@ -1,0 +1,505 @@
+"""Our own GEMM for more than 128 rows on Hopper: y = r(x W^T) in one running sum, every multiprocessor busy.
+
+    x [M, K] tokens, rows ``ldx`` apart      W [N, K] weights, contiguous      y [M, N], rows ``ldy`` apart
+
+Or, gated, the MLP's activation of that product, y [M, N / 2]: see ``hopper_gemm_gated.py``.
+
+The product is a few hundred to a few thousand tiles for 132 multiprocessors: 272 tiles would take three rounds of which
+the third does 6 % of the work. Splitting a tile's K among several blocks evens that out, but adds the parts in another
+order, so the bits would change. Here tiles are split too, and the order is kept: the block that does the later part
+starts from the accumulators of the block that did the earlier part.
+
+  - Clusters of two blocks take whole tiles in rounds, all at the same k, as long as one tile for each or none at all is
+    left after the round. What a round reads is then in the L2 cache once for all: x for up to BAND columns of tiles, W for
+    the rows of tiles beside them. Under the power limit that decides (one long range for each cluster, with clusters at
+    different k, read the same bytes from memory again and took 5 to 10 % longer).
+  - The K steps of the tiles that are left, one to two for each cluster, are cut into equal ranges. A cluster starts with
+    the *last* tile of its range, of which it does the first part, and leaves the accumulators for its successor; perhaps
+    comes a whole tile; the tail of its first tile comes last, when the predecessor's part is done. Nobody waits.
+  - Weights sit on wgmma's M side, 64 rows for each of two warpgroups; tokens on its N side, so that a tile has any
+    multiple of 16 tokens up to 256 and little padding. The two blocks of a cluster have neighbouring weight tiles and
+    the same tokens: each loads half of x's tile and multicasts it.
+  - A producer warp fills the ring with TMA, across tile boundaries; the ring protocol is that of ``hopper_gemm.py``.
+  - Results are transposed on the way to shared memory (stmatrix), 64 tokens at a time, and leave by TMA, which clips at
+    the edges of y and runs on under the next tile.
+
+Hand-over between blocks: float32 accumulators in ``scratch`` and one flag a warp, set after a fence and cleared by the
+warp that has read it, so a launch finds all flags clear. Launches that share scratch must not overlap: they are ordered
+by the stream, and under programmatic dependent launch nothing is written before the wait for the previous kernel.
+
+One H200 at its power limit, us a launch (this / best admitted cuBLASLt), 34816 x 5120: 156 / 155 at 256 rows, 281 / 272
+at 512, 435 / 423 at 800, 511 / 497 at 960, 801 / 779 at 1536, 1300 / 1270 at 2432, 1826 / 1783 at 3456. With the
+activation (cuBLASLt and ``silu_mul``): 114 / 138 at 144, 168 / 176 at 256, 313 / 313 at 512, 566 / 542 at 960: many rows
+keep the tensor cores waiting for it about as long as another kernel takes. N = 5120 has too few tiles. Timing decides
+(``gemm.py``).
+
+Source: PTX ISA; the idea of equal K ranges is Stream-K (Osama et al., 2023), with the order of addition kept.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from llvmlite import ir
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.extending import intrinsic, register_jitable
+
+from jev_kernels.gemm import activation as hopper_gemm_gated
+from jev_kernels.gemm.narrow import F32, I32, I64, SMEM_LIMIT, make_wgmma
+from jev_kernels.ptx import (
+    cluster_sync,
+    cta_rank,
+    evict_first,
+    evict_last,
+    fewer_registers,
+    i32,
+    mbar_arrive_at,
+    mbar_expect,
+    mbar_fence,
+    mbar_init,
+    mbar_wait,
+    more_registers,
+    pdl_launch,
+    pdl_wait,
+    ptx,
+    smem_addr,
+    tma_load,
+    tma_multicast,
+    u64,
+    uniform,
+    void,
+)
+from jev_kernels.runtime import cubin, device, tensor_maps
+from jev_kernels.runtime.launch import Kernel, address
+
+GROUPS = 2                              # consumer warpgroups of 64 weight rows (three, up to 192 tokens, were slower)
+WEIGHTS = GROUPS * 64                   # weight rows of a block's tile
+THREADS = (GROUPS + 1) * 128
+MAX_TOKENS = 256                        # of a tile: wgmma's largest n
+SNAP = 5                                # K steps
+BAND = 8                                # columns of tiles that a round reads x for
+TILE_COST = 24                          # what a tile costs beside its tokens, in tokens
+CHUNK = 64                              # tokens that a warpgroup transposes and stores at a time
+CLUSTER = 2
+MAX_BLOCKS = 2 * 72                     # for the size of scratch: more multiprocessors than a Hopper GPU shows
+
+stores_done = ptx("stores_done", void, (), "cp.async.bulk.wait_group 0;", "")
+evict_normal = ptx("evict_normal", u64, (), "createpolicy.fractional.L2::evict_normal.b64 $0, 1.0;", "=l")
+raise_flag = ptx("raise_flag", void, (u64, i32),                            # (flag, lane): the whole warp has saved
+                 "{ .reg .pred p; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; setp.eq.s32 p, $1, 0;"
+                 " @p st.relaxed.gpu.global.u32 [$0], 1; }", "l,r")
+await_flag = ptx("await_flag", void, (u64,),
+                 "{ .reg .pred p; .reg .b32 v;"
+                 " W: ld.acquire.gpu.global.u32 v, [$0]; setp.eq.u32 p, v, 0; @p bra W; }", "l")
+lower_flag = ptx("lower_flag", void, (u64, i32),                            # (flag, lane): the whole warp has read
+                 "{ .reg .pred p; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
+                 " @p st.relaxed.gpu.global.u32 [$0], 0; }", "l,r")
+
+
+@dataclass(frozen=True)
+class Config:
+    """``tokens`` of a tile (a multiple of 16, at most 256). gated: y is the MLP's activation of the product."""
+    tokens: int
+    gated: bool = False
+
+    @property
+    def stage_bytes(self) -> int:
+        return (WEIGHTS + self.tokens) * 128
+
+    @property
+    def columns(self) -> int:
+        """Columns of y of a warpgroup."""
+        return 32 if self.gated else 64
+
+    @property
+    def staging(self) -> int:
+        """Bytes to transpose results in: two chunks for each warpgroup."""
+        return GROUPS * 2 * CHUNK * self.columns * 2
+
+    @property
+    def stages(self) -> int:
+        return (SMEM_LIMIT - 1024 - 8 - self.staging) // (self.stage_bytes + 16)
+
+    @property
+    def smem(self) -> int:
+        """The ring, room to transpose results, two barriers a stage and one, room to start at a multiple of 1024."""
+        return self.stages * (self.stage_bytes + 16) + self.staging + 8 + 1024
+
+    def tiles(self, m: int, n: int) -> int:
+        """Tiles of a pair of blocks."""
+        return -(-m // self.tokens) * -(-n // (CLUSTER * WEIGHTS))
+
+    def grid(self, m: int, n: int, multiprocessors: int = 132) -> int:
+        """Blocks: two for each tile, or all multiprocessors where there are more tiles than that."""
+        return CLUSTER * min(self.tiles(m, n), multiprocessors // CLUSTER)
+
+
+def choose(m: int, gated: bool = False) -> Config:
+    """One tile where it holds all tokens; otherwise the width that costs least, of equals the widest."""
+    if m <= MAX_TOKENS:
+        return Config(max(-(-m // 16) * 16, 128), gated)
+    return Config(min(range(MAX_TOKENS, 127, -16), key=lambda tokens: -(-m // tokens) * (tokens + TILE_COST)), gated)
+
+
+# ---------------------------------------------------------------- who does what, for the kernel and in Python
+@register_jitable(inline="always")
+def place(tile, pairs, columns):
+    """(pair of weight tiles, column of token tiles) of a tile: all pairs of BAND columns, then those of the next BAND;
+    neighbouring tiles are the columns of one pair."""
+    band = i32(tile // (BAND * pairs))
+    inside = i32(tile - band * (BAND * pairs))
+    width = min(i32(BAND), i32(columns - band * BAND))
+    return i32(inside // width), i32(band * BAND + inside % width)
+
+
+@register_jitable(inline="always")
+def boundary(total, steps, cluster, clusters):
+    """Where the range of a cluster starts among all K steps: equal parts, but no part of a tile shorter than SNAP steps
+    (handing over sums costs as much time as a few steps)."""
+    at = i32(total * cluster // clusters)
+    inside = at % steps
+    if inside < SNAP:
+        return i32(at - inside)
+    if inside > steps - SNAP:
+        return i32(at + steps - inside)
+    return at
+
+
+@register_jitable(inline="always")
+def next_part(whole, alone, first, end, steps, clusters):
+    """(tile, its first K step, their end, whole, end): what a cluster does next of its tiles whole, whole + clusters, ...
+    below ``alone`` and then, backwards, of its range from first to end of all K steps; and what is left after it."""
+    if whole < alone:
+        return whole, i32(0), steps, i32(whole + clusters), end
+    tile = i32((end - 1) // steps)
+    start = max(first, i32(tile * steps))
+    return tile, i32(start - tile * steps), i32(end - tile * steps), whole, start
+
+
+@register_jitable(inline="always")
+def shares(tiles, steps, cluster, clusters):
+    """(tiles that are not split, start and end of the cluster's range of the others' K steps)."""
+    alone = i32(tiles // clusters * clusters)
+    if alone < tiles:
+        alone = i32(alone - clusters)
+    total = i32((tiles - alone) * steps)
+    first = i32(alone * steps + boundary(total, steps, cluster, clusters))
+    return alone, first, i32(alone * steps + boundary(total, steps, cluster + 1, clusters))
+
+
+def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[int, int, int]]:
+    """(tile, first K step, end) that a cluster does, in its order.
+
+    There are at least as many tiles as clusters. So a tile that is split has two parts, and the part that goes on from
+    another's sums is its cluster's last, while the part before it is the first that its cluster does of split tiles.
+    """
+    alone, first, end = shares(tiles, steps, cluster, clusters)
+    whole, parts = cluster, []
+    while whole < alone or end > first:
+        *part, whole, end = next_part(whole, alone, first, end, steps, clusters)
+        parts.append(tuple(map(int, part)))
+    return parts
+
+
+def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: int = 132) -> str | None:
+    """Why this kernel does not do y [m, n] = x [m, k] W [n, k]^T, or None when it does."""
+    if tuple(compute_capability) != (9, 0):
+        return f"wgmma needs compute capability 9.0, this GPU has {compute_capability[0]}.{compute_capability[1]}"
+    if m < 1 or n < 8 or n % 8 or k < 64 or k % 64:
+        return f"N must be a multiple of 8 and K one of 64: {m} x {n} x {k}"
+    config = choose(m)
+    if multiprocessors > MAX_BLOCKS or config.tiles(m, n) * (k // 64) * (multiprocessors // CLUSTER) >= 1 << 31:
+        return f"too large: {m} x {n} x {k}"
+    return None
+
+
+# ---------------------------------------------------------------- the tile of accumulators
+def make_tile(tokens):
+    """(save, load, store, store_gated) for a 64 x tokens float32 tile of a warpgroup held as a UniTuple of tokens/2
+    registers.
+
+    Registers 4j, 4j+1 are weight row g = lane / 4, tokens 8j+2t, 8j+2t+1 (t = lane % 4); 4j+2, 4j+3 weight row g+8.
+    The consumers of a block share a slot of scratch, four registers of each side by side.
+    """
+    regs = tokens // 2
+    acc = types.UniTuple(types.float32, regs)
+    step = GROUPS * 128 * 16
+
+    def unpack(builder, tup, n=regs):
+        return [builder.extract_value(tup, i) for i in range(n)]
+
+    def send_chunks(builder, args, row_bytes, write):
+        """Transpose and store a tile chunk by chunk. args: as of ``store`` from staging on; write(at, first, end): puts
+        tokens first to end into shared memory, row_bytes each."""
+        staging, lane_at, barrier, leader, y_map, y_tail, weight, token = args
+
+        def emit(text, constraints, *ops):
+            fn = ir.FunctionType(ir.VoidType(), [o.type for o in ops])
+            builder.call(ir.InlineAsm(fn, text, constraints + ",~{memory}", side_effect=True), ops)
+
+        # The chunk's buffer is free when all stores, or all but the one before this chunk, have read theirs.
+        ready = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read N; barrier.sync $1, 128; }"
+        send = ("{ .reg .pred p; fence.proxy.async.shared::cta; barrier.sync $1, 128; setp.ne.s32 p, $0, 0;"
+                " @p cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$2, {$3, $4}], [$5];"
+                " @p cp.async.bulk.commit_group; }")
+        for c, first in enumerate(range(0, tokens, CHUNK)):
+            buffer = builder.add(staging, ir.Constant(I32, c % 2 * CHUNK * row_bytes))
+            emit(ready.replace("N;", f"{min(c, 1)};"), "r,r", leader, barrier)
+            write(emit, builder.add(buffer, lane_at), first, min(first + CHUNK, tokens))
+            emit(send, "r,r,l,r,r,r", leader, barrier, y_map if first + CHUNK <= tokens else y_tail, weight,
+                 builder.add(token, ir.Constant(I32, first)), buffer)
+
+    @intrinsic
+    def save(typingctx, d, at):
+        def codegen(context, builder, sig, args):
+            v = unpack(builder, args[0])
+            fn = ir.FunctionType(ir.VoidType(), [I64, F32, F32, F32, F32])
+            for q in range(regs // 4):
+                asm = ir.InlineAsm(fn, f"st.global.v4.f32 [$0+{q * step}], {{$1,$2,$3,$4}};", "l,f,f,f,f,~{memory}",
+                                   side_effect=True)
+                builder.call(asm, [args[1], *v[4 * q:4 * q + 4]])
+            return context.get_dummy_value()
+        return types.void(acc, u64), codegen
+
+    @intrinsic
+    def load(typingctx, at, saved):
+        """What was saved at ``at``, or zeros where ``saved`` is 0. Predicated: with a branch here ptxas serialises the
+        wgmmas that follow (C7515)."""
+        def codegen(context, builder, sig, args):
+            fn = ir.FunctionType(ir.LiteralStructType([F32] * 4), [I64, I32])
+            v = []
+            for q in range(regs // 4):
+                asm = ir.InlineAsm(fn, "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.f32 $0, 0f00000000;"
+                                   " mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000; mov.f32 $3, 0f00000000;"
+                                   f" @p ld.global.cg.v4.f32 {{$0,$1,$2,$3}}, [$4+{q * step}]; }}",
+                                   "=&f,=&f,=&f,=&f,l,r,~{memory}", side_effect=True)
+                out = builder.call(asm, args)
+                v += [builder.extract_value(out, i) for i in range(4)]
+            return context.make_tuple(builder, acc, v)
+        return acc(u64, i32), codegen
+
+    @intrinsic
+    def store(typingctx, d, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):
+        """y's tile of this warpgroup, r(sums): ``staging`` address of its two chunks, ``lane_at`` offset at which this
+        lane writes its row of a chunk, ``barrier`` a named one of the warpgroup, ``leader`` 1 in the thread that
+        stores, tensor maps of y with boxes of 64 weights by a whole chunk and by the last, first weight and token."""
+        def codegen(context, builder, sig, args):
+            v = unpack(builder, args[0])
+            matrix = ("{ .reg .b32 a, b, c, d; cvt.rn.bf16x2.f32 a, $2, $1; cvt.rn.bf16x2.f32 b, $4, $3;"
+                      " cvt.rn.bf16x2.f32 c, $6, $5; cvt.rn.bf16x2.f32 d, $8, $7;"
+                      " stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+OFFSET], {a, b, c, d}; }")
+
+            def write(emit, at, first, end):
+                for t in range(first, end, 16):
+                    emit(matrix.replace("OFFSET", str((t - first) * 128)), "r,f,f,f,f,f,f,f,f", at,
+                         *v[t // 2:t // 2 + 8])
+
+            send_chunks(builder, args[1:], 128, write)
+            return context.get_dummy_value()
+        return types.void(acc, i32, i32, i32, i32, u64, u64, i32, i32), codegen
+
+    @intrinsic
+    def store_gated(typingctx, d, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):
+        """``store`` of what ``hopper_gemm_gated.make_activation`` gives: boxes are 32 columns wide."""
+        def codegen(context, builder, sig, args):
+            v = unpack(builder, args[0], tokens // 8)
+
+            def write(emit, at, first, end):
+                for t in range(first, end, 32):                           # the last may be 16 tokens
+                    n = min(4, (end - t) // 8)
+                    emit(f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [$0+{(t - first) * 64}],"
+                         f" {{{', '.join(f'${i + 1}' for i in range(n))}}};", "r" + ",r" * n, at, *v[t // 8:t // 8 + n])
+
+            send_chunks(builder, args[1:], 64, write)
+            return context.get_dummy_value()
+        return types.void(types.UniTuple(types.uint32, tokens // 8), i32, i32, i32, i32, u64, u64, i32, i32), codegen
+
+    return save, load, store, store_gated
+
+
+# ---------------------------------------------------------------- the kernel
+SIGNATURE = types.void(u64, u64, u64, u64, i32, i32, i32, u64, u64)
+
+
+@cubin.factory
+def kernel(config: Config) -> Kernel:
+    """The kernel of a configuration. Arguments: addresses of the tensor maps of x, of W and of y (whole chunks, last
+    chunk), M, N, K, addresses of scratch and of its flags."""
+    TOKENS, STAGES = config.tokens, config.stages
+    WS = WEIGHTS * 128                      # bytes of a slice of W; a multiple of 1024
+    SB = config.stage_bytes
+    HALF = TOKENS // 2                      # token rows that each block of the pair loads; whole 8-row swizzle atoms
+    WARPS = GROUPS * 4                      # consumers; the producer is warp WARPS
+    ARRIVALS = WARPS * CLUSTER
+    SLOT = GROUPS * 128 * (TOKENS // 2) * 4                     # bytes of scratch a block
+    _, mma, drain, _ = make_wgmma(TOKENS, 1, 0, 0)
+    save, load, store, store_gated = make_tile(TOKENS)
+    activation = hopper_gemm_gated.make_activation(TOKENS)
+    GATED, COLUMNS, STAGING = config.gated, config.columns, config.staging
+
+    def hopper_gemm_wide(x_map, w_map, y_map, y_tail, M, N, K, scratch, flags):
+        ring = (smem_addr(cuda.shared.array(0, types.uint8)) + 1023) & ~1023
+        staging = ring + STAGES * SB
+        full = staging + STAGING
+        empty = full + STAGES * 8
+        tid = cuda.threadIdx.x
+        warp = uniform(tid >> 5)
+        lane = tid & 31
+        rank = cta_rank()
+        steps = i32(K >> 6)
+        pairs = i32((N + CLUSTER * WEIGHTS - 1) // (CLUSTER * WEIGHTS))
+        columns = i32((M + TOKENS - 1) // TOKENS)
+        tiles = i32(pairs * columns)
+        cluster = i32(cuda.blockIdx.x >> 1)
+        clusters = i32(cuda.gridDim.x >> 1)
+        alone, first, end = shares(tiles, steps, cluster, clusters)
+        whole = cluster
+        if tid == 0:
+            for s in range(STAGES):
+                mbar_init(full + s * 8, 1)
+                mbar_init(empty + s * 8, ARRIVALS)
+            mbar_init(empty + STAGES * 8, ARRIVALS)
+            mbar_fence()
+        cluster_sync()
+        pdl_launch()
+
+        stage = i32(0)
+        if warp >= WARPS:
+            fewer_registers()
+            if tid == WARPS * 32:
+                once, again = evict_first(), evict_last()
+                if M > TOKENS:                                            # W is read again for the next tile of tokens
+                    once = evict_normal()
+                phase = i32(1)                                            # a fresh barrier's previous phase is over
+                lap = i32(0)
+                while whole < alone or end > first:
+                    tile, k, stop, whole, end = next_part(whole, alone, first, end, steps, clusters)
+                    pair, column = place(tile, pairs, columns)
+                    w_row = (pair * CLUSTER + rank) * WEIGHTS
+                    x_row = column * TOKENS + rank * HALF
+                    if lap == 0:
+                        # First lap: weights do not depend on the previous kernel, x does.
+                        lap = min(i32(STAGES), i32(stop - k))
+                        for s in range(lap):
+                            mbar_expect(full + s * 8, SB)
+                            tma_load(ring + s * SB, w_map, (k + s) * 64, w_row, full + s * 8, once)
+                        pdl_wait()
+                        for s in range(lap):
+                            tma_multicast(ring + s * SB + WS + rank * (HALF * 128), x_map, (k + s) * 64, x_row,
+                                          full + s * 8, 3, again)
+                        k = i32(k + lap)
+                        stage = lap
+                        if stage == STAGES:
+                            stage = i32(0)
+                            phase = i32(0)
+                    while k < stop:
+                        mbar_wait(empty + stage * 8, phase)
+                        bar = full + stage * 8
+                        mbar_expect(bar, SB)
+                        tma_load(ring + stage * SB, w_map, k * 64, w_row, bar, once)
+                        tma_multicast(ring + stage * SB + WS + rank * (HALF * 128), x_map, k * 64, x_row, bar, 3, again)
+                        k = i32(k + 1)
+                        stage = i32(stage + 1)
+                        if stage == STAGES:
+                            stage = i32(0)
+                            phase = i32(phase ^ 1)
+        else:
+            more_registers()
+            # Consumers touch x only through the ring, and write only after a slice of it: after the producer's wait.
+            a_first = ring + (warp >> 2) * (64 * 128)
+            b_first = ring + WS
+            phase = i32(0)
+            before = i32(STAGES)                                          # at first a barrier that nobody waits for
+            own = scratch + u64(cuda.blockIdx.x) * u64(SLOT) + u64(tid * 16)
+            own_flag = flags + u64((cuda.blockIdx.x * WARPS + warp) * 4)
+            group = warp >> 2
+            # Lane 8q + r writes row (token) r of the q-th 8 x 8 matrix: tokens 0 to 7 of 16 for q < 2, weights 0 to 7
+            # for even q. 16-byte pieces of a row are swizzled as TMA expects.
+            piece = (warp & 3) * 2 + ((lane >> 3) & 1)
+            lane_at = i32(((lane >> 4) * 8 + (lane & 7)) * 128 + ((piece ^ (lane & 7)) << 4))
+            if GATED:                                                     # rows of 64 bytes, one matrix is eight columns
+                lane_at = i32(lane * 64 + (((warp & 3) ^ ((lane >> 1) & 3)) << 4))
+            leader = i32(1) if tid & 127 == 0 else i32(0)
+            room = staging + group * (2 * CHUNK * COLUMNS * 2)
+            while whole < alone or end > first:
+                tile, k, stop, whole, end = next_part(whole, alone, first, end, steps, clusters)
+                pair, column = place(tile, pairs, columns)
+                flag = own_flag - u64(CLUSTER * WARPS * 4)
+                if k > 0:
+                    await_flag(flag)
+                acc = load(own - u64(CLUSTER * SLOT), k)                  # zeros, or go on from the predecessor's sums
+                if k > 0:
+                    lower_flag(flag, lane)
+                while k < stop:
+                    mbar_wait(full + stage * 8, phase)
+                    acc = mma(acc, a_first + stage * SB, b_first + stage * SB)
+                    if lane < CLUSTER:                                    # the previous stage has been read
+                        mbar_arrive_at(empty + before * 8, lane)
+                    before = stage
+                    k = i32(k + 1)
+                    stage = i32(stage + 1)
+                    if stage == STAGES:
+                        stage = i32(0)
+                        phase = i32(phase ^ 1)
+                acc = drain(acc)
+                if stop == steps:
+                    weight = ((pair * CLUSTER + rank) * GROUPS + group) * COLUMNS
+                    if GATED:
+                        store_gated(activation(acc, (lane & 16) != 0), room, lane_at, group + 1, leader, y_map, y_tail,
+                                    weight, column * TOKENS)
+                    else:
+                        store(acc, room, lane_at, group + 1, leader, y_map, y_tail, weight, column * TOKENS)
+                else:
+                    save(acc, own)
+                    raise_flag(own_flag, lane)
+            if leader:
+                stores_done()
+        cluster_sync()                      # a block must not exit while the other still signals its barriers
+
+    return Kernel(hopper_gemm_wide, SIGNATURE, threads=THREADS, smem=config.smem, cluster=CLUSTER)
+
+
+# ---------------------------------------------------------------- host
+class Scratch:
+    """Accumulators handed over between blocks, and their flags. For launches of one stream."""
+
+    def __init__(self, stream):
+        slot, flags = GROUPS * 128 * (MAX_TOKENS // 2) * 4, MAX_BLOCKS * 4 * GROUPS
+        self.arena = device.Arena(MAX_BLOCKS * slot + device.array_bytes(flags, np.int32), "GEMM scratch")
+        self.flags = self.arena.take(flags, np.int32)
+        self.sums = self.arena.take(MAX_BLOCKS * slot // 4, np.float32)
+        device.fill(self.flags, 0, stream)
+        stream.synchronize()
+
+
+class Plan:
+    """y[:rows] = r(x[:rows] W^T), or its activation if gated, bound to its arrays; see ``hopper_gemm.Plan``."""
+
+    name = "own:wide"
+
+    def __init__(self, x, weight, y, rows: int, scratch: Scratch, multiprocessors: int = 132, gated: bool = False):
+        (n, k) = weight.shape
+        reason = refusal(rows, n, k, multiprocessors=multiprocessors)
+        if reason:
+            raise ValueError(f"hopper_gemm_wide does not do {n} x {k} at {rows} rows: {reason}")
+        self.config = config = choose(rows, gated)
+        self.kernel = kernel(config)
+        self.grid = config.grid(rows, n, multiprocessors)
+        y_at, width, ldy, whole = address(y), n // 2 if gated else n, y.strides[0] // 2, min(CHUNK, config.tokens)
+        self.arguments = (tensor_maps.matrix(address(x), rows, k, x.strides[0] // 2, config.tokens // 2),
+                          tensor_maps.matrix(address(weight), n, k, weight.strides[0] // 2, WEIGHTS),
+                          tensor_maps.matrix(y_at, rows, width, ldy, whole, config.columns),
+                          tensor_maps.matrix(y_at, rows, width, ldy, config.tokens % CHUNK or whole, config.columns),
+                          rows, n, k, address(scratch.sums), address(scratch.flags))
+        self._keep = (x, weight, y, scratch)
+
+    def __call__(self, stream, pdl: bool = False) -> None:
+        self.kernel(stream, self.grid, *self.arguments, pdl=pdl)
+
+
+def kernels() -> dict:
+    """Every configuration for the resource budget: {name: (Kernel, [cc], registers at entry, spilled bytes)}."""
+    return {f"hopper_gemm_wide_{tokens}{'_gated' * gated}":
+            (kernel(Config(tokens, gated)), [(9, 0, "a")], 65536 // THREADS // 8 * 8, 0)
+            for tokens in range(128, MAX_TOKENS + 1, 16) for gated in (False, True)}

@@ -1,0 +1,1 @@
+"""Kernels that treat every row alike: norms, SiLU, RoPE, embedding and gather."""

@@ -1,0 +1,402 @@
+"""A CUDA simulator for Numba kernels in which warps, shared addresses and asynchronous copies work.
+
+Numba's own simulator has no warp instructions, polls its threads and knows arrays but not addresses. ``launch``
+replaces its scheduler and keeps the rest. Blocks run one after another; the CUDA threads of a block are Python threads
+of which one runs at a time, until it must wait for others. So a run is deterministic, a warp-wide instruction is a
+hand-over (about 10 us a lane) rather than a poll, and when nothing can run any more the launch fails and says who waits
+for what.
+
+It is stricter than a GPU where that finds mistakes:
+  - shared and local memory start as 0xFF bytes (NaN); shared arrays live in one window, aligned to 16 bytes only;
+  - global addresses are real host addresses, and must lie in an array given to ``launch`` or ``register``;
+  - accesses must be aligned to their size; lanes of a warp must meet at the same instruction;
+  - ``SCHEDULE = "backward"`` runs threads in the opposite order: results must not change;
+  - ``RACES = True`` raises where nothing orders two accesses of shared memory (``simulator_races``).
+
+Integer casts wrap as on a GPU (``i32(2**31)`` is negative), but arithmetic between Python integers does not: keep
+intermediate values in range.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import sys
+import threading
+import weakref
+
+import numpy as np
+from numba.cuda import types
+from numba.cuda.np import numpy_support
+from numba.cuda.simulator import kernel as numba_simulator
+from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule
+
+from jev_kernels.sim.races import Races
+
+SCHEDULE = "forward"
+RACES = False
+SHARED_BYTES = 227 * 1024                # what a Hopper block may have
+SHARED_BASE = 1024 + 16                  # first shared address: on a GPU only 16-byte alignment is promised
+WARP = 32
+
+
+def _wrapping_cast(self, value):
+    """Numba's integer types called on a value, with the wrap-around that they have on a GPU."""
+    bits = int(value) & ((1 << self.bitwidth) - 1)
+    if self.signed and bits >> (self.bitwidth - 1):
+        bits -= 1 << self.bitwidth
+    return getattr(np, self.name)(bits)
+
+
+types.Integer.cast_python_value = _wrapping_cast
+
+
+# ---------------------------------------------------------------- the scheduler
+class _Abort(BaseException):
+    """Another thread of the block has failed."""
+
+
+class _Thread(threading.Thread):
+    """One CUDA thread. ``baton`` is the permission to run."""
+
+    def __init__(self, block, index, thread_id):
+        super().__init__(target=self._main, daemon=True)
+        self.block, self.thread_id = block, thread_id
+        self.blockIdx, self.threadIdx = block.index, Dim3(*index)
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.waits_for = self.result = None
+        self.copies, self.groups = [], collections.deque()         # cp.async: open group, committed groups
+
+    def _main(self):
+        self.baton.acquire()
+        block = self.block
+        if block.error is None:
+            try:
+                with np.errstate(all="ignore"):
+                    block.function(*block.args)
+            except _Abort:
+                pass
+            except BaseException as error:       # noqa: BLE001  it is raised again by the launch
+                block.fail(error, self)
+        block.exit()
+
+
+class _Block:
+    def __init__(self, function, args, index, block_dim):
+        self.function, self.args, self.index, self.block_dim = function, args, Dim3(*index), block_dim
+        self.window = _aligned_bytes(SHARED_BYTES)
+        self.window[:] = 0xFF
+        self.window_address = self.window.ctypes.data
+        self.used, self.statics = 0, {}
+        self.barriers, self.meetings = {}, {}
+        self.races = Races(int(np.prod(block_dim)), SHARED_BYTES) if RACES else None
+        self.error, self.finished = None, threading.Lock()
+
+    def run(self):
+        """Run every thread to its end; raises what the first failing thread raised."""
+        x, y, z = self.block_dim
+        self.threads = [_Thread(self, (i % x, i // x % y, i // (x * y)), i) for i in range(x * y * z)]
+        self.live = len(self.threads)
+        self.ready = collections.deque(self.threads if SCHEDULE == "forward" else reversed(self.threads))
+        self.waiting = []                                       # (thread, condition)
+        self.finished.acquire()
+        for t in self.threads:
+            t.start()
+        self._next().baton.release()
+        self.finished.acquire()
+        for t in self.threads:
+            t.join()
+        if self.error is not None:
+            raise self.error
+
+    def _next(self):
+        if not self.ready:
+            still = []
+            for thread, condition in self.waiting:
+                (self.ready if condition() else still).append((thread, condition))
+            self.ready = collections.deque(thread for thread, _ in self.ready)
+            self.waiting = still
+        return self.ready.popleft() if self.ready else None
+
+    def switch(self, me):
+        """Let others run until ``me`` is made ready again."""
+        thread = self._next()
+        if thread is None:
+            waits = collections.Counter(t.waits_for for t in self.threads if t.waits_for)
+            self.fail(RuntimeError("deadlock: " + "; ".join(f"{n} threads wait for {w}" for w, n in waits.items())), me)
+            raise _Abort
+        if thread is not me:
+            thread.baton.release()
+            me.baton.acquire()
+        if self.error is not None:
+            raise _Abort
+        me.waits_for = None
+
+    def wait(self, me, condition, what):
+        if not condition():
+            me.waits_for = what
+            self.waiting.append((me, condition))
+            self.switch(me)
+
+    def meet(self, me, key, count, value, compute, what):
+        """Wait until ``count`` threads have come to ``key``; compute(list of (thread, value)) gives each its result."""
+        members = self.meetings.setdefault(key, [])
+        members.append((me, value))
+        if len(members) < count:
+            me.waits_for = what
+            self.switch(me)
+        else:
+            self._close(key, compute, me)
+        return me.result
+
+    def _close(self, key, compute, last):
+        members = self.meetings.pop(key)
+        if self.races:
+            kind = key if isinstance(key, str) else key[0]
+            if kind in ("syncthreads", "vote", "named") or kind == "warp" and members[0][1][0] == "syncwarp":
+                self.races.meet([thread.thread_id for thread, _ in members])
+        results = compute(members) if compute else [None] * len(members)
+        for (thread, _), result in zip(members, results):
+            thread.result = result
+        self.ready.extend(thread for thread, _ in members if thread is not last)
+
+    def fail(self, error, thread):
+        if self.error is None:
+            at = f"thread {tuple(thread.threadIdx)} of block {tuple(thread.blockIdx)}"
+            if hasattr(error, "add_note"):
+                error.add_note(at)
+            self.error = error
+
+    def exit(self):
+        self.live -= 1
+        if self.error is not None:
+            for t in self.threads:
+                if t.baton.locked():
+                    t.baton.release()
+        if not self.live:
+            self.finished.release()
+            return
+        if self.error is None:
+            if len(self.meetings.get("syncthreads", ())) == self.live:     # threads that have left do not count
+                self._close("syncthreads", None, None)
+            thread = self._next()
+            if thread is not None:
+                thread.baton.release()
+            else:
+                waits = collections.Counter(t.waits_for for t in self.threads if t.waits_for)
+                error = RuntimeError("deadlock: " + "; ".join(f"{n} threads wait for {w}" for w, n in waits.items()))
+                self.fail(error, threading.current_thread())
+                for t in self.threads:
+                    if t.baton.locked():
+                        t.baton.release()
+
+
+def _aligned_bytes(n: int) -> np.ndarray:
+    raw = np.empty(n + 1024, np.uint8)
+    start = -raw.ctypes.data % 1024
+    return raw[start:start + n]
+
+
+class _Shared:
+    """cuda.shared: arrays in the block's window. A static one is known by its line, as in Numba's simulator."""
+
+    def __init__(self, dynamic):
+        self.dynamic = dynamic
+
+    def array(self, shape, dtype, alignment=None):
+        block = threading.current_thread().block
+        dtype = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else np.dtype(dtype)
+        frame = sys._getframe(1)
+        key = "dynamic" if shape == 0 else (frame.f_code.co_filename, frame.f_lineno)
+        if key not in block.statics:
+            size = self.dynamic if shape == 0 else int(np.prod(shape)) * dtype.itemsize
+            block.statics[key] = (block.used, size)
+            block.used += -(-size // 16) * 16
+            if block.used > SHARED_BYTES - SHARED_BASE:
+                raise ValueError(f"{block.used} bytes of shared memory do not fit into {SHARED_BYTES - SHARED_BASE}")
+        start, size = block.statics[key]
+        if shape == 0:
+            size -= size % dtype.itemsize
+        flat = block.window[SHARED_BASE + start:SHARED_BASE + start + size].view(dtype)
+        return flat if shape == 0 else flat.reshape(shape)
+
+
+class _Local:
+    def array(self, shape, dtype, alignment=None):
+        dtype = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else np.dtype(dtype)
+        out = np.empty(shape, dtype)
+        out.view(np.uint8)[...] = 0xFF
+        return out
+
+
+class _Cuda(FakeCUDAModule):
+    """What ``cuda`` means inside a kernel."""
+
+    def __init__(self, grid_dim, block_dim, dynamic):
+        super().__init__(grid_dim, block_dim, 0)
+        self._shared, self._local = _Shared(dynamic), _Local()
+
+    def syncthreads(self):
+        me = threading.current_thread()
+        me.block.meet(me, "syncthreads", me.block.live, None, None, "syncthreads")
+
+    def _vote(self, value, over):
+        me = threading.current_thread()
+        result = [None]
+
+        def compute(members):
+            result[0] = int(over([bool(v) for _, v in members]))
+            return result * len(members)
+        return me.block.meet(me, "vote", me.block.live, value, compute, "a vote of the block")
+
+    def syncthreads_count(self, value):
+        return self._vote(value, sum)
+
+    def syncthreads_and(self, value):
+        return self._vote(value, all)
+
+    def syncthreads_or(self, value):
+        return self._vote(value, any)
+
+    def syncwarp(self, mask=0xFFFFFFFF):
+        collective("syncwarp", None, lambda values: values)
+
+    # Numba's own spellings
+    def shfl_sync(self, mask, value, lane):
+        return shuffle("shfl", value, lane, lambda me, n: n % WARP)
+
+    def shfl_xor_sync(self, mask, value, lane):
+        return shuffle("shfl_xor", value, lane, lambda me, n: me ^ n)
+
+    def shfl_up_sync(self, mask, value, lane):
+        return shuffle("shfl_up", value, lane, lambda me, n: me - n if me >= n else me)
+
+    def shfl_down_sync(self, mask, value, lane):
+        return shuffle("shfl_down", value, lane, lambda me, n: me + n if me + n < WARP else me)
+
+    def ballot_sync(self, mask, predicate):
+        return ballot(predicate)
+
+    def all_sync(self, mask, predicate):
+        return ballot(predicate) == 0xFFFFFFFF
+
+    def any_sync(self, mask, predicate):
+        return ballot(predicate) != 0
+
+
+_device_functions = []
+
+
+def device_function(function):
+    """Decorates a function that kernels call."""
+    _device_functions.append(function)
+    return function
+
+
+def launch(function, grid, threads, smem: int, args) -> None:
+    """Run a kernel. grid, threads: three dimensions; smem: bytes of dynamic shared memory; args: arrays or scalars."""
+    args = [getattr(a, "_ary", a) for a in args]
+    for a in args:
+        if isinstance(a, np.ndarray):
+            register(a)
+    fake = _Cuda(grid, threads, smem)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(numba_simulator._push_kernel_context(fake))
+        for f in {id(f.__globals__): f for f in (function, *_device_functions)}.values():
+            stack.enter_context(numba_simulator.swapped_cuda_module(f, fake))
+        for z, y, x in np.ndindex(grid[2], grid[1], grid[0]):
+            _Block(function, args, (x, y, z), threads).run()
+
+
+# ---------------------------------------------------------------- memory
+_memory: dict[int, tuple] = {}           # address of an allocation: (bytes, weak reference to its owner)
+
+
+def register(array) -> int:
+    """Make an array's memory accessible by address; returns the address of its first element."""
+    array = getattr(array, "_item", array)
+    array = getattr(array, "_ary", array)
+    address = array.__array_interface__["data"][0]
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    low, high = np.lib.array_utils.byte_bounds(owner) if owner.size else (address, address)
+    _memory[low] = (high, weakref.ref(owner))
+    return address
+
+
+def check_global(address, size) -> None:
+    """Raise unless an access of ``size`` bytes is aligned and inside a registered array."""
+    if address % size:
+        raise ValueError(f"global access of {size} bytes at a misaligned address {address:#x}")
+    for low, (high, owner) in list(_memory.items()):
+        if owner() is None:
+            del _memory[low]
+        elif low <= address and address + size <= high:
+            return
+    raise IndexError(f"global access of {size} bytes at {address:#x}: in no array given to launch or address()")
+
+
+def load_global(address, dtype, n=1) -> np.ndarray:
+    """n values at an address of global memory."""
+    address = int(address)
+    size = n * np.dtype(dtype).itemsize
+    check_global(address, size)
+    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
+
+
+READS, WRITES, COPIES = "reads", "writes", "copies"      # the last: hardware writes, for a copy that is issued now
+
+
+def shared_bytes(address, size, alignment=None, use=None, lane=None) -> np.ndarray:
+    """The bytes at an address of the block's shared window.
+
+    use: READS, WRITES or COPIES, for the race detector; None: it does not learn of it. lane: of this thread's warp, which
+    uses them; by default this thread.
+    """
+    address = int(address)
+    me = threading.current_thread()
+    window = me.block.window
+    if address % (alignment or size):
+        raise ValueError(f"shared access of {size} bytes at a misaligned address {address}")
+    if not SHARED_BASE <= address <= SHARED_BASE + me.block.used - size:
+        raise IndexError(f"shared access of {size} bytes at {address}: outside the block's shared arrays")
+    if me.block.races and use:
+        thread = me.thread_id if lane is None else me.thread_id // WARP * WARP + lane
+        if use == COPIES:
+            me.block.races.copy(thread, address, size)
+        else:
+            me.block.races.access(thread, address, size, use == WRITES)
+    return window[address:address + size]
+
+
+# ---------------------------------------------------------------- warps
+def collective(name, value, compute):
+    """This lane's entry of compute(values of the 32 lanes), when all have come to an instruction of this name."""
+    me = threading.current_thread()
+    warp = me.thread_id // WARP
+
+    def together(members):
+        names = {n for _, (n, _) in members}
+        if len(names) > 1:
+            raise RuntimeError(f"lanes of warp {warp} are at different instructions: {', '.join(sorted(names))}")
+        values = [None] * WARP
+        for thread, (_, v) in members:
+            values[thread.thread_id % WARP] = v
+        results = compute(values)
+        return [results[thread.thread_id % WARP] for thread, _ in members]
+    return me.block.meet(me, ("warp", warp), WARP, (name, value), together, f"{name} in warp {warp}")
+
+
+def shuffle(name, value, lane, source):
+    """Lane l gets the value of lane source(l, lane)."""
+    def compute(values):
+        return [values[source(me, int(n))][0] for me, (_, n) in enumerate(values)]
+    return collective(name, (value, lane), compute)
+
+
+def ballot(predicate):
+    """Bit l of the result: whether lane l's predicate is not zero."""
+    return collective("ballot", bool(predicate),
+                       lambda values: [np.uint32(sum(int(v) << lane for lane, v in enumerate(values)))] * WARP)
