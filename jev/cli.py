@@ -64,7 +64,7 @@ def open_engine(settings: Settings) -> Engine:
     """Load the export of ``settings``, warm it up and say what it is. Raises errors for which ``main`` has words."""
     from jev.checkpoint.checkpoint import open_export
     from jev.engine import DEMO_NOTICE, Engine
-    from jev.model.backbone import open_backbone
+    from jev.model.backends import open_backbone
     if settings.model is None:
         raise CommandError("which export? Give --model DIR or set OPEN_JEV_MODEL "
                            "(`jev demo-checkpoint DIR` makes a small one to try)")

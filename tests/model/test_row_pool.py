@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jev.model import backbone, row_pool, weights
+from jev.model import row_pool, weights
+from jev.model.forward import forward
 from jev.model.ops.numpy import NumpyOps
 from jev_kernels import pool as layout
 from tests import models
@@ -124,7 +125,7 @@ def run(request):
     c = models.config("grouped", hidden_size=48, intermediate_size=64)
     ops = NumpyOps(c, request.param, max_length=512)
     model = weights.load(models.tensors(c), c, ops)
-    return lambda sequences: backbone.forward(ops, model, row_pool.build(sequences))
+    return lambda sequences: forward(ops, model, row_pool.build(sequences))
 
 
 @settings(max_examples=25, deadline=None)
