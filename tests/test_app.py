@@ -53,7 +53,7 @@ def test_a_request_too_large_for_the_queue_is_a_413_with_both_figures(export):
     engine = Engine(export, FakeBackbone(), Settings(queue_mb=16))
     client = create_app(engine, Settings()).test_client()
     error = check_error(post(client, body(request(**{"x" * 800_000: choice(1)}))), 413, "request_too_large")
-    assert "22.1 MiB" in error["error"] and "16.0 MiB" in error["error"]
+    assert "31.3 MiB" in error["error"] and "16.0 MiB" in error["error"]
     engine.scheduler.max_bytes, held = 1 << 20, 1 << 20
     engine.scheduler._nbytes = held
     refused = post(client, body(request()))

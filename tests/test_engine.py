@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -241,19 +243,36 @@ def test_large_bodies_are_prepared_one_at_a_time_and_fit_into_the_budget(start, 
         finally:
             inside.release()
     monkeypatch.setattr(engine.processor, "encode", alone)
-    large = body(request(state="x" * 100, pick=choice(100), **{"x" * 200_000: choice(1)}))
+    large = body(request(state="x" * 100, pick=choice(100), **{"x" * 190_000: choice(1)}))
     backbone.gate.clear()
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(engine.answer, large) for _ in range(2)]
         eventually(lambda: engine.scheduler.nbytes > 10 << 20)
-        with pytest.raises(QueueFull, match=r"the requests that wait hold 1\d\.\d of 16\.0 MiB; this one needs 5\.\d MiB"):
+        with pytest.raises(QueueFull) as refused:
             engine.answer(large)
         backbone.gate.set()
+        assert re.search(r"hold 1\d\.\d of 16\.0 MiB; this one needs 7\.\d MiB", str(refused.value))
         assert [future.result(10)["metadata"]["candidate_sequences"] for future in waiting] == [101, 101]
     eventually(lambda: engine.scheduler.nbytes == 0)
-    with pytest.raises(RequestTooLarge, match="needs 2[0-9].[0-9] MiB of memory while it waits; all that wait may hold 16.0 MiB"):
+    with pytest.raises(RequestTooLarge, match="needs 3[0-9].[0-9] MiB of memory while it waits; all that wait may hold 16.0 MiB"):
         engine.answer(body(request(**{"x" * 800_000: choice(1)})))
     assert engine.pending == 0
+
+
+@pytest.mark.parametrize("criteria", [[""] * 10, [[]] * 10, [{}] * 10, [[{"": {}}] * 50] * 2, [[{"": []}] * 50] * 2,
+                                      {str(i): None for i in range(255)}, {"": None}])
+def test_what_is_kept_of_a_body_is_what_it_is_counted_with(criteria):
+    kind = "score" if isinstance(criteria, list) else "choice"
+    questions = {str(i): {"type": kind, "instructions": "", "criteria": criteria} for i in range(100)}
+    data = json.dumps({"state": "", "questions": questions}, separators=(",", ":")).encode()
+    parse_request(data, [])
+    tracemalloc.start()
+    try:
+        parsed = parse_request(data, [])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held <= jev.engine.PARSED * len(data) and parsed.questions
 
 
 def test_a_broken_backend_is_noticed_at_start(export):

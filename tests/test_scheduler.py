@@ -12,7 +12,17 @@ from hypothesis import given, settings, strategies as st
 from jev.model.row_pool import count_rows
 from jev.model.sequences import Sequences
 from jev.scheduler import (
-    MIB, Cancelled, InferenceError, Place, QueueFull, RequestTooLarge, Scheduler, ShuttingDown, Work, compose)
+    MIB,
+    Cancelled,
+    InferenceError,
+    Place,
+    QueueFull,
+    RequestTooLarge,
+    Scheduler,
+    ShuttingDown,
+    Work,
+    compose,
+)
 from tests.fakes import eventually
 
 
