@@ -254,7 +254,7 @@ def test_large_bodies_are_prepared_one_at_a_time_and_fit_into_the_budget(start, 
         assert re.search(r"hold 1\d\.\d of 16\.0 MiB; this one needs 7\.\d MiB", str(refused.value))
         assert [future.result(10)["metadata"]["candidate_sequences"] for future in waiting] == [101, 101]
     eventually(lambda: engine.scheduler.nbytes == 0)
-    with pytest.raises(RequestTooLarge, match="needs 3[0-9].[0-9] MiB of memory while it waits; all that wait may hold 16.0 MiB"):
+    with pytest.raises(RequestTooLarge, match="needs 3[0-9].[0-9] MiB of memory .* may hold 16.0 MiB"):
         engine.answer(body(request(**{"x" * 800_000: choice(1)})))
     assert engine.pending == 0
 

@@ -403,7 +403,8 @@ def test_a_passing_nan_fails_nobody(start, pool, in_line):
     eventually(lambda: len(infer.forwards) == 1)
     futures += [in_line(scheduler, family(i, 2)) for i in (1, 2)]
     infer.gate.set()
-    assert [f.result(10).scores.tolist() for f in futures] == [score(family(i, n)).tolist() for i, n in ((0, 1), (1, 2), (2, 2))]
+    expected = [score(family(i, n)).tolist() for i, n in ((0, 1), (1, 2), (2, 2))]
+    assert [f.result(10).scores.tolist() for f in futures] == expected
     assert len(infer.forwards) == 4
 
 
