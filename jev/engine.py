@@ -35,9 +35,9 @@ logger = logging.getLogger("jev.engine")
 STUCK_SECONDS = {"cuda": 60.0, "numpy": 600.0}
 # Bodies of more bytes are parsed and tokenized one at a time: many at once would take no less time, as the interpreter
 # runs one thread, and a hundred times their size in memory, each.
-LARGE_BODY = 1 << 16
-# What is kept of a parsed body, in bytes for each of its bytes, at most: `{"":[]}` has 9 and takes 250.
-PARSED = 28
+LARGE_BODY = 1 << 15
+# What is kept of a parsed body, in bytes for each of its bytes, at most: `{"":{}},` has 8, and takes 250 or more.
+PARSED = 40
 METHOD = "numba_merged_lora_decision_head"
 DEMO_NOTICE = "demo checkpoint with random weights: these answers are not decisions"
 WARM_UP = (b'{"state": "The worker has just started.", "questions": {'

@@ -114,7 +114,6 @@ class Work:
 
     def reach(self, start: int, end: int, rows: int) -> tuple[int, int]:
         """How far a forward that has taken ``start..end`` gets with ``rows`` more: (new end, rows it costs)."""
-        bounds = self.sequences.bounds
         if start == end:
             whole = max(self.sequences.rows, len(self.sequences))
             if start == 0 and whole <= rows:
@@ -122,9 +121,9 @@ class Work:
             first = self.sequences.lengths[start]
             if first > rows:
                 return end, 0
-            base = bounds[start + 1] - first         # rows of what precedes, which this forward does not hold
-        else:
-            base = bounds[end]
+        bounds = self.sequences.bounds
+        # Less the rows of what precedes, which this forward does not hold.
+        base = bounds[start + 1] - first if start == end else bounds[end]
         new = int(np.searchsorted(bounds, base + rows, side="right")) - 1
         return new, int(bounds[new] - base)
 

@@ -49,6 +49,20 @@ def broken(engine):
     engine.answer(body(request()))
 
 
+def test_a_request_too_large_for_the_queue_is_a_413_with_both_figures(export):
+    engine = Engine(export, FakeBackbone(), Settings(queue_mb=16))
+    client = create_app(engine, Settings()).test_client()
+    error = check_error(post(client, body(request(**{"x" * 800_000: choice(1)}))), 413, "request_too_large")
+    assert "31.3 MiB" in error["error"] and "16.0 MiB" in error["error"]
+    engine.scheduler.max_bytes, held = 1 << 20, 1 << 20
+    engine.scheduler._nbytes = held
+    refused = post(client, body(request()))
+    check_error(refused, 503, "overloaded_error")
+    assert refused.headers["Retry-After"] == "1"
+    engine.scheduler._nbytes = 0
+    engine.close()
+
+
 def post(client, data, headers=JSON, **more):
     return client.post("/v1/systemone", data=data, headers=headers, **more)
 

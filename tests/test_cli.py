@@ -15,6 +15,7 @@ import pytest
 
 import jev.model.backends
 from jev import cli
+from jev.engine import Engine, QueueFull
 from jev.terminal import bar, render
 from tests.fakes import ROOT, FakeBackbone, body, choice, demo_export, request
 
@@ -66,7 +67,8 @@ def test_serve_help_lists_flags_and_variables(capsys):
     shown = capsys.readouterr().out
     assert done.value.code == 0
     for name in ("OPEN_JEV_MODEL", "OPEN_JEV_HOST", "OPEN_JEV_PORT", "OPEN_JEV_BACKEND", "OPEN_JEV_MAX_LENGTH",
-                 "OPEN_JEV_GRAPH", "CUA_S1_GRAPH", "OPEN_JEV_API_KEY", "OPEN_JEV_QUEUE", "--max-length", "--port"):
+                 "OPEN_JEV_GRAPH", "CUA_S1_GRAPH", "OPEN_JEV_API_KEY", "OPEN_JEV_QUEUE", "--queue-mb", "--max-length",
+                 "--port"):
         assert name in shown
     assert "--api-key" not in shown
 
@@ -205,6 +207,24 @@ def test_score_of_a_line_too_large(fake, capsys, tmp_path):
     assert cli.main(["score", str(tmp_path / "r.jsonl")]) == 1
     large, answered = results(capsys)
     assert large["line"] == 1 and large["detail"]["error_type"] == "request_too_large" and answered["answers"]
+
+
+def test_score_waits_for_memory_and_says_which_request_can_never_have_it(fake, capsys, tmp_path, monkeypatch):
+    answer, refused = Engine.answer, []
+
+    def full_once(self, body, cancelled=None):
+        if body not in refused:
+            refused.append(body)
+            raise QueueFull("the requests that wait hold too much", 0)
+        return answer(self, body, cancelled)
+    monkeypatch.setattr(Engine, "answer", full_once)
+    monkeypatch.setenv("OPEN_JEV_QUEUE_MB", "16")
+    large = json.dumps({"state": "s", "questions": {"x" * 800_000: {"type": "noul", "instructions": "?"}}}).encode()
+    (tmp_path / "r.jsonl").write_bytes(b"\n".join([GOOD[0], large, GOOD[1]]))
+    assert cli.main(["score", str(tmp_path / "r.jsonl")]) == 1
+    first, failed, last = results(capsys)
+    assert first["answers"] and last["answers"] and len(refused) == 3
+    assert failed["line"] == 2 and failed["detail"]["error_type"] == "request_too_large" and "16.0 MiB" in failed["error"]
 
 
 def test_score_without_stdin_or_stdout(export):

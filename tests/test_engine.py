@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,10 +14,11 @@ import pytest
 
 import jev.engine
 from jev.contract import parse_request
-from jev.engine import WARM_UP, ContractError, Engine, InferenceError, ShuttingDown
-from jev.model.backbone import BackendError
+from jev.engine import WARM_UP, ContractError, Engine, InferenceError, QueueFull, RequestTooLarge, ShuttingDown
+from jev.model.backbone import BackendError, NumpyBackbone
 from jev.model.row_pool import count_rows
 from jev.settings import Settings
+from jev_kernels import bf16
 from tests.fakes import FakeBackbone, body, choice, demo_export, eventually, request
 
 
@@ -180,6 +184,95 @@ def test_nan_fails_its_request_only(start):
         with pytest.raises(InferenceError):
             futures[1].result(10)
     eventually(lambda: engine.ready)
+
+
+class Held(NumpyBackbone):
+    """The real one, whose forwards wait for a gate."""
+
+    def __init__(self, export) -> None:
+        super().__init__(export)
+        self.gate, self.forwards = threading.Event(), []
+        self.gate.set()
+
+    def hidden(self, sequences):
+        self.forwards.append(len(sequences))
+        assert self.gate.wait(30)
+        return super().hidden(sequences)
+
+
+def test_an_embedding_of_nan_fails_the_prompt_that_has_it_and_not_its_neighbour(start, export):
+    """They share the first tokens; those are computed with the tokens behind them, of the prompt that sorts first."""
+    backbone = Held(export)
+    engine = start(backbone)
+    bodies = [body(request(state=state)) for state in ("The parcel is late.", "It rains.")]
+    prompts = [engine.processor.encode(parse_request(b, []))[0] for b in bodies]
+    (bad, bad_body), (good, good_body) = sorted(zip(map(tuple, prompts), bodies))
+    alone = engine.answer(good_body)["answers"]
+    backbone.model.embed[next(token for token in bad if token not in {*good, *engine._warm_up[0]})] = np.nan
+    shared = bf16.to_float32(backbone.hidden([np.array(bad), np.array(good)])[0])
+    assert np.isnan(shared).all(), "a NaN that does not spread shows nothing"
+
+    backbone.forwards.clear()
+    backbone.gate.clear()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(engine.answer, good_body)
+        eventually(lambda: len(backbone.forwards) == 1)
+        beside = pool.submit(engine.answer, good_body)
+        eventually(lambda: len(engine.scheduler._waiting) == 1)
+        poisoned = pool.submit(engine.answer, bad_body)
+        eventually(lambda: len(engine.scheduler._waiting) == 2)
+        backbone.gate.set()
+        assert first.result(30)["answers"] == beside.result(30)["answers"] == alone
+        with pytest.raises(InferenceError):
+            poisoned.result(30)
+    eventually(lambda: engine.ready)
+    assert backbone.forwards == [1, 2, 1, 1, 1]                      # the last is the probe after a failure
+
+
+def test_large_bodies_are_prepared_one_at_a_time_and_fit_into_the_budget(start, monkeypatch):
+    """What is too large alone is told both figures, and what finds no room is told to come back."""
+    monkeypatch.setattr(jev.engine, "LARGE_BODY", 1000)
+    backbone = FakeBackbone()
+    engine = start(backbone, queue_mb=16)
+    encode, inside = engine.processor.encode, threading.Semaphore(1)
+
+    def alone(parsed):
+        assert inside.acquire(blocking=False), "two at once"
+        try:
+            return encode(parsed)
+        finally:
+            inside.release()
+    monkeypatch.setattr(engine.processor, "encode", alone)
+    large = body(request(state="x" * 100, pick=choice(100), **{"x" * 190_000: choice(1)}))
+    backbone.gate.clear()
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(engine.answer, large) for _ in range(2)]
+        eventually(lambda: engine.scheduler.nbytes > 10 << 20)
+        with pytest.raises(QueueFull) as refused:
+            engine.answer(large)
+        backbone.gate.set()
+        assert re.search(r"hold 1\d\.\d of 16\.0 MiB; this one needs 7\.\d MiB", str(refused.value))
+        assert [future.result(10)["metadata"]["candidate_sequences"] for future in waiting] == [101, 101]
+    eventually(lambda: engine.scheduler.nbytes == 0)
+    with pytest.raises(RequestTooLarge, match="needs 3[0-9].[0-9] MiB of memory .* may hold 16.0 MiB"):
+        engine.answer(body(request(**{"x" * 800_000: choice(1)})))
+    assert engine.pending == 0
+
+
+@pytest.mark.parametrize("criteria", [[""] * 10, [[]] * 10, [{}] * 10, [[{"": {}}] * 50] * 2, [[{"": []}] * 50] * 2,
+                                      {str(i): None for i in range(255)}, {"": None}])
+def test_what_is_kept_of_a_body_is_what_it_is_counted_with(criteria):
+    kind = "score" if isinstance(criteria, list) else "choice"
+    questions = {str(i): {"type": kind, "instructions": "", "criteria": criteria} for i in range(100)}
+    data = json.dumps({"state": "", "questions": questions}, separators=(",", ":")).encode()
+    parse_request(data, [])
+    tracemalloc.start()
+    try:
+        parsed = parse_request(data, [])
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held <= jev.engine.PARSED * len(data) and parsed.questions
 
 
 def test_a_broken_backend_is_noticed_at_start(export):

@@ -11,7 +11,18 @@ from hypothesis import given, settings, strategies as st
 
 from jev.model.row_pool import count_rows
 from jev.model.sequences import Sequences
-from jev.scheduler import Cancelled, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose
+from jev.scheduler import (
+    MIB,
+    Cancelled,
+    InferenceError,
+    Place,
+    QueueFull,
+    RequestTooLarge,
+    Scheduler,
+    ShuttingDown,
+    Work,
+    compose,
+)
 from tests.fakes import eventually
 
 
@@ -57,11 +68,11 @@ class Gated:
 
 @pytest.fixture
 def start():
-    """start(infer, max_rows, capacity, after_failure) -> Scheduler, closed at the end."""
+    """start(infer, max_rows, capacity, after_failure, max_bytes) -> Scheduler, closed at the end."""
     made = []
 
-    def start(infer, max_rows=1000, capacity=16, after_failure=lambda: None):
-        made.append(Scheduler(infer, max_rows, capacity, after_failure))
+    def start(infer, max_rows=1000, capacity=16, after_failure=lambda: None, max_bytes=1 << 30):
+        made.append(Scheduler(infer, max_rows, capacity, after_failure, max_bytes))
         return made[-1]
     yield start
     for scheduler in made:
@@ -71,9 +82,9 @@ def start():
         assert scheduler._leader is None and not scheduler._running
 
 
-def submit(scheduler: Scheduler, sequences: list[np.ndarray], cancelled=None):
+def submit(scheduler: Scheduler, sequences: list[np.ndarray], cancelled=None, nbytes: int = 0):
     with scheduler.admit(cancelled) as place:
-        return scheduler.run(place, Sequences.of(sequences))
+        return scheduler.run(place, Sequences.of(sequences), nbytes)
 
 
 @pytest.fixture
@@ -96,10 +107,13 @@ def occupied(start, pool):
 
 @pytest.fixture
 def in_line(pool):
-    """in_line(scheduler, sequences, cancelled) -> the future of a request that waits behind the forward that runs."""
-    def in_line(scheduler, sequences, cancelled=None):
-        ahead = len(scheduler._waiting)
-        future = pool.submit(submit, scheduler, sequences, cancelled)
+    """in_line(scheduler, sequences, cancelled) -> the future of a request that waits behind the forward that runs.
+
+    ahead: how many wait already, and will then.
+    """
+    def in_line(scheduler, sequences, cancelled=None, nbytes=0, ahead=None):
+        ahead = len(scheduler._waiting) if ahead is None else ahead
+        future = pool.submit(submit, scheduler, sequences, cancelled, nbytes)
         eventually(lambda: len(scheduler._waiting) == ahead + 1)
         return future
     return in_line
@@ -273,6 +287,38 @@ def test_a_request_that_is_gone_before_it_waits(start):
         submit(start(Gated()), family(1, 1), lambda: True)
 
 
+def test_all_that_wait_have_a_budget_of_memory(start, pool, in_line):
+    infer = Gated(gate=True)
+    scheduler = start(infer, max_bytes=10_000)
+    with pytest.raises(RequestTooLarge, match="needs 1.0 MiB of memory while it waits; all that wait may hold 0.0 MiB"):
+        submit(scheduler, family(0, 1), nbytes=MIB)
+    assert (scheduler.admitted, scheduler.nbytes) == (0, 0)
+    running = pool.submit(submit, scheduler, family(0, 1), nbytes=2000)
+    eventually(lambda: len(infer.forwards) == 1)
+    gone = threading.Event()
+    leaving = in_line(scheduler, family(1, 1), gone.is_set, nbytes=5000)
+    assert 7000 < scheduler.nbytes < 8000
+    with pytest.raises(QueueFull, match="the requests that wait hold 0.0 of 0.0 MiB") as refused:
+        submit(scheduler, family(2, 1), nbytes=3000)
+    assert refused.value.retry_after >= 1
+    with pytest.raises(QueueFull):
+        with scheduler.admit(nbytes=3000):                           # the body alone
+            pass
+    assert 7000 < scheduler.nbytes < 8000 and scheduler.admitted == 2
+    gone.set()
+    newcomer = in_line(scheduler, family(3, 1), nbytes=6000, ahead=0)     # in the memory of the one that left
+    with pytest.raises(Cancelled):
+        leaving.result(10)
+    infer.gate.set()
+    assert running.result(10) and newcomer.result(10)
+    assert (scheduler.admitted, scheduler.nbytes) == (0, 0)
+
+
+def test_the_memory_of_a_request_is_that_of_its_parts():
+    few, many = (Sequences.of([np.r_[np.arange(1000), i, i] for i in range(n)]) for n in (1, 1001))
+    assert many.total > 1_000_000 and many.nbytes < few.nbytes + 1000 * 64
+
+
 def test_an_error_before_the_forward_returns_the_place(start):
     scheduler = start(Gated(), capacity=1)
     for _ in range(3):
@@ -317,6 +363,63 @@ def test_a_score_that_is_not_finite_fails_its_request_only(start, pool):
     assert good.result(10).scores.tolist() == [1.0] * 3
     with pytest.raises(InferenceError):
         bad.result(10)
+
+
+class Spreading(Gated):
+    """A NaN of one sequence is everybody's in its forward. ``bad`` says whose it is."""
+
+    def __init__(self, bad) -> None:
+        super().__init__(gate=True)
+        self.bad = bad
+
+    def __call__(self, sequences):
+        scores = super().__call__(sequences)
+        return np.full_like(scores, np.nan) if any(map(self.bad, sequences)) else scores
+
+
+def test_a_nan_does_not_visit_its_neighbours(start, pool, in_line, caplog):
+    """Those whose scores are not finite are computed once more alone, in their order, before those behind them."""
+    probes = []
+    infer = Spreading(lambda s: s[0] == 2)
+    scheduler = start(infer, after_failure=lambda: probes.append(len(infer.forwards)))
+    first = pool.submit(submit, scheduler, family(0, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    before, bad, after = (in_line(scheduler, family(i, 3)) for i in (1, 2, 3))
+    infer.gate.set()
+    assert first.result(10).forwards == 1
+    for future, seed in ((before, 1), (after, 3)):
+        assert future.result(10).scores.tolist() == score(family(seed, 3)).tolist() and future.result().forwards == 2
+    with pytest.raises(InferenceError):
+        bad.result(10)
+    assert [{s[0] for s in forward} for forward in infer.forwards] == [{0}, {1, 2, 3}, {1}, {2}, {3}]
+    assert probes == [4] and scheduler.admitted == 0                  # only what failed in the end
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+
+
+def test_a_passing_nan_fails_nobody(start, pool, in_line):
+    infer = Spreading(lambda s: len(infer.forwards) == 2)
+    scheduler = start(infer)
+    futures = [pool.submit(submit, scheduler, family(0, 1))]
+    eventually(lambda: len(infer.forwards) == 1)
+    futures += [in_line(scheduler, family(i, 2)) for i in (1, 2)]
+    infer.gate.set()
+    expected = [score(family(i, n)).tolist() for i, n in ((0, 1), (1, 2), (2, 2))]
+    assert [f.result(10).scores.tolist() for f in futures] == expected
+    assert len(infer.forwards) == 4
+
+
+def test_a_large_request_beside_a_nan_goes_on_where_it_was(start, pool, in_line):
+    infer = Spreading(lambda s: s[0] == 2)
+    scheduler = start(infer, max_rows=60)
+    first = pool.submit(submit, scheduler, family(0, 1))
+    eventually(lambda: len(infer.forwards) == 1)
+    large, bad = (in_line(scheduler, family(i, n)) for i, n in ((1, 40), (2, 1)))
+    infer.gate.set()
+    assert first.result(10) and large.result(10).scores.tolist() == score(family(1, 40)).tolist()
+    with pytest.raises(InferenceError):
+        bad.result(10)
+    computed = [s for forward in infer.forwards[2:] for s in forward if s[0] == 1]
+    assert len(computed) == len(set(computed)) == 40                # after the shared forward each just once
 
 
 def test_the_rest_of_a_split_request_is_dropped_once_a_part_failed(start, pool):

@@ -173,7 +173,7 @@ def common_prefix(a: bytes, b: bytes) -> int:
     start, end = 0, min(len(a), len(b))
     if a[:end] == b[:end]:
         return end
-    while end - start > 256:                      # halved while comparing is less work than arithmetic
+    while end - start > 64:                      # halved while comparing is less work than arithmetic
         middle = (start + end) // 2
         if a[start:middle] == b[start:middle]:
             start = middle

@@ -17,6 +17,7 @@ from jev.model.buckets import Bucket
 from jev.model.forward import forward
 from jev.model.ops.audit import AuditOps, Pair
 from jev.model.ops.numpy import NumpyOps
+from jev.model.sequences import Sequences
 from jev_kernels import bf16
 from jev_kernels.runtime.graph import CaptureError
 from tests import models, yardstick
@@ -135,6 +136,27 @@ def test_what_a_kernel_would_trust_is_refused():
         made.hidden([np.array([3, 50], np.int32)])
     with pytest.raises(BackendError, match="129 tokens does not fit in 128 rows"):
         made.hidden([np.zeros(129, np.int32)])
+
+
+def test_what_no_bucket_holds_is_computed_in_parts_that_share_prefixes(monkeypatch):
+    """Halves of the lexicographic order; hidden states, here the last tokens, in the order given."""
+    c = config(models.F, heads=1, value_heads=1)
+    made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(16)], LENGTH)
+    uploaded = []
+
+    def to_host(out, source, stream):
+        pool, last_rows = uploaded[-1]
+        out[:] = pool.ids[last_rows][:, None]
+    monkeypatch.setattr(made, "upload", lambda bucket, pool, last_rows: uploaded.append((pool, last_rows)))
+    monkeypatch.setattr(made, "_launch", lambda bucket: None)
+    monkeypatch.setattr(cuda_ops_sim, "to_host", to_host)
+    lasts = [30, 10, 41, 20, 10, 7, 35, 3, 28, 19, 11, 49, 2]
+    sequences = [np.r_[np.arange(6), last].astype(np.int32) for last in lasts]
+    for given in (sequences, Sequences.of(sequences)):
+        hidden, rows = made.hidden(given)
+        assert hidden[:, 0].tolist() == lasts
+        assert rows == 2 * 6 + 12 and [pool.n_rows for pool, _ in uploaded] == [11, 13]
+        uploaded.clear()
 
 
 @pytest.mark.parametrize("error", [CaptureError("not allowed"), RuntimeError("CUDA: STREAM_CAPTURE_INVALIDATED")])
