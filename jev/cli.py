@@ -62,7 +62,7 @@ def _flush_stdout() -> None:
 
 def open_engine(settings: Settings) -> Engine:
     """Load the export of ``settings``, warm it up and say what it is. Raises errors for which ``main`` has words."""
-    from jev.checkpoint.checkpoint import open_export
+    from jev.checkpoint.opening import open_export
     from jev.engine import DEMO_NOTICE, Engine
     from jev.model.backbone import open_backbone
     if settings.model is None:
@@ -77,7 +77,7 @@ def open_engine(settings: Settings) -> Engine:
 
 
 def describe(export) -> str:
-    from jev.checkpoint.checkpoint import DEMO, pinned
+    from jev.checkpoint.pinned import DEMO, pinned
     manifest = export.manifest
     source = DEMO if export.demo else pinned(manifest.model_id)
     return (f"{source.title} ({manifest.model_id}), {export.config.num_layers} layers of {export.config.hidden_size}, "
@@ -248,8 +248,8 @@ def demo(args: argparse.Namespace) -> int:
 
 def _make_demo_checkpoint(folder: Path) -> None:
     from jev.checkpoint.checked_json import CheckpointError
-    from jev.checkpoint.checkpoint import open_export
     from jev.checkpoint.demo import write_demo_checkpoint
+    from jev.checkpoint.opening import open_export
     from jev.processor import Processor, ProcessorError
     try:
         Processor.of(open_export(folder))
@@ -320,7 +320,7 @@ def demo_checkpoint(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    from jev.checkpoint.checkpoint import open_export
+    from jev.checkpoint.opening import open_export
     from jev.engine import DEMO_NOTICE
     from jev.processor import Processor
     export = open_export(args.export, _settings(args).max_length)
@@ -418,7 +418,7 @@ Exit status: 0 all answered, 1 some failed or there were none.
 
 
 # Commands with a module and a parser of their own.
-DELEGATED = {"export": ("jev.export.export", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
+DELEGATED = {"export": ("jev.export.command", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
              "frontend": ("jev.gateway.app", "the gateway in front of one or more workers"),
              "audit": ("jev.audit", "measure each operation of a backend against float64 on an export's own weights")}
 

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from jev import contract
-from jev.checkpoint.checkpoint import DEMO, MANIFEST_FILE, Export, pinned
+from jev.checkpoint.manifest import MANIFEST_FILE
+from jev.checkpoint.opening import Export
+from jev.checkpoint.pinned import DEMO, pinned
 from jev.contract import ContractError
 from jev.model.backbone import Backbone, BackendError
 from jev.model.row_pool import count_rows

@@ -26,7 +26,7 @@ from jev.contract import ENDINGS, MAX_ERRORS, ContractError, Question, Request
 from jev.strict_json import excerpt
 
 if TYPE_CHECKING:
-    from jev.checkpoint.checkpoint import Export
+    from jev.checkpoint.opening import Export
 
 BATCH_CHARACTERS = 1 << 18
 # So little text is tokenized sooner by this thread than other threads wake up for it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model import backbone, row_pool, weights
 from jev.model.ops.numpy import NumpyOps
 from tests import models

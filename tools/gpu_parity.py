@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev.checkpoint.checkpoint import ModelConfig  # noqa: E402
+from jev.checkpoint.config import ModelConfig  # noqa: E402
 from jev.model import (
     backbone,  # noqa: E402
     row_pool,  # noqa: E402

@@ -16,8 +16,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jev.checkpoint.checked_json import CheckpointError, read_json
-from jev.checkpoint.checkpoint import DEMO, MANIFEST_FILE, Manifest, ModelConfig
-from jev.export.export import write_export
+from jev.checkpoint.config import ModelConfig
+from jev.checkpoint.manifest import MANIFEST_FILE, Manifest
+from jev.checkpoint.pinned import DEMO
+from jev.export.writer import write_export
 from jev_kernels import bf16
 
 CHAT_PREFIX = "<|im_start|>user\n"

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import Export
+from jev.checkpoint.opening import Export
 from jev.model import row_pool, weights
 from jev.model.ops import Matrix, Ops
 from jev.model.row_pool import RowPool

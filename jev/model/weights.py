@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev_kernels.reference import TURN
 
 LINEAR = ("in_proj", "out_proj", "down_proj")        # last part of the keys that ``Ops.linear`` multiplies by

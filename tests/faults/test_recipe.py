@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import pytest
 
-from jev.checkpoint.checkpoint import PINNED
+from jev.checkpoint.pinned import PINNED
 from jev.gateway.app import GatewaySettings
 from jev.settings import Settings
 from tests.faults.harness import ROOT
