@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jev.checkpoint.checked_json import CheckpointError, Fields
+from jev.checkpoint.config_fields import refuse_unimplemented
 from jev.checkpoint.pinned import Pinned
 from jev_kernels.reference import TURN
 
@@ -54,8 +55,9 @@ class ModelConfig:
     def from_json(cls, data: Mapping[str, Any], where: str = CONFIG_FILE) -> ModelConfig:
         """Read a ``config.json``: a text configuration, or a full one with the text part under ``text_config``.
 
-        RoPE's settings may sit in ``rope_parameters`` or at the top; layers in ``layer_types`` or, as every n-th being
-        full attention, ``full_attention_interval``. Raises CheckpointError naming ``where`` and the field.
+        RoPE's settings may sit in ``rope_parameters``, in ``rope_scaling`` or at the top; layers in ``layer_types`` or, as
+        every n-th being full attention, ``full_attention_interval``. Raises CheckpointError naming ``where`` and the
+        field, also for one that asks for arithmetic that is not implemented (``jev.checkpoint.config_fields``).
         """
         top = Fields(where, data)
         f = Fields(f"{where}: text_config", top.get("text_config")) if "text_config" in data else top
@@ -63,13 +65,11 @@ class ModelConfig:
             if kinds and fields.data.get("model_type", kinds[0]) not in kinds:
                 raise fields.refuse("model_type", f"expected {' or '.join(kinds)}, "
                                                   f"found {fields.data['model_type']!r:.60}")
-        for field, only in (("hidden_act", "silu"), ("attention_bias", False), ("attn_output_gate", True)):
-            if f.data.get(field, only) != only:
-                raise f.refuse(field, f"only {only!r} is supported, found {f.data[field]!r:.60}")
-        rope = f.data.get("rope_parameters")
-        rope = f if rope is None else Fields(f"{f.where}: rope_parameters", {**f.data, **Fields(f.where, rope).data})
-        if rope.data.get("rope_type", "default") != "default":
-            raise rope.refuse("rope_type", f"only 'default' is supported, found {rope.data['rope_type']!r:.60}")
+        for fields in dict.fromkeys((top, f)):
+            refuse_unimplemented(fields)
+        name = "rope_parameters" if f.data.get("rope_parameters") else "rope_scaling"
+        # Settings may also stand outside, and those inside count.
+        rope = Fields(f"{f.where}: {name}", {**f.data, **f.data[name]}) if f.data.get(name) else f
         head_dim = f.integer("head_dim")
         # Transformers' default for this family. min: a number too large for an integer is refused like any above 1.
         share = rope.number("partial_rotary_factor") if "partial_rotary_factor" in rope.data else 0.25

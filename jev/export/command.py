@@ -82,8 +82,9 @@ def export_merged(base: str | Path, checkpoint: str | Path, out: str | Path, max
             "partial_rotary_factor": config.rotary_dim / config.head_dim}
     config_json = {"hidden_act": "silu", "max_position_embeddings": 32768, **text,
                    "layer_types": list(config.layer_types),
-                   "rope_parameters": {**(text.get("rope_parameters") or {}), **rope},
+                   "rope_parameters": {**(text.get("rope_parameters") or text.get("rope_scaling") or {}), **rope},
                    "architectures": ["Qwen3_5TextModel"], "model_type": "qwen3_5_text", "dtype": "bfloat16"}
+    config_json.pop("rope_scaling", None)
     from tqdm import tqdm
     total = sum(2 * math.prod(entry.shape) for entry in tensors.values())
     with tqdm(total=total, desc=source.title, unit="B", unit_scale=True) as bar:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from jev.checkpoint import config_fields
 from jev.checkpoint.checked_json import CheckpointError
 from jev.checkpoint.config import ModelConfig, check_dims
 from jev.checkpoint.demo import demo_config
@@ -26,7 +27,12 @@ def test_configuration_forms():
     interval = {name: x for name, x in flat.items() if name != "layer_types"} | {"full_attention_interval": 4}
     assert ModelConfig.from_json(interval | {"rope_parameters": rope}) == config
     assert ModelConfig.from_json(interval | {"layer_types": None, "rope_theta": 1e7}) == config
+    for kind in ({"type": "default"}, {"rope_type": "default", "factor": None}, {"mrope_section": [11, 11, 10]}):
+        assert ModelConfig.from_json(flat | {"rope_scaling": kind, "rope_theta": 1e7}) == config
     assert "rope_parameters" not in flat and "partial_rotary_factor" not in flat  # the caller's object is left alone
+
+
+ROPE = {"rope_theta": 1e7, "partial_rotary_factor": 0.25}
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -51,10 +57,47 @@ def test_configuration_forms():
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}}, ["partial_rotary_factor", "512 of 256"]),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1e308}}, ["partial_rotary_factor"]),
     ({"rope_parameters": 7}, ["object"]),
+    ({"rope_scaling": 7}, ["rope_scaling", "object"]),
+    ({"rope_parameters": None, "rope_scaling": ROPE | {"rope_type": "linear", "factor": 2}}, ["rope_scaling", "linear"]),
+    ({"rope_parameters": None, "rope_scaling": ROPE | {"type": "yarn", "factor": 4.0}}, ["rope_scaling: type", "yarn"]),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_scaling: type", "yarn"]),
+    ({"rope_scaling": {"rope_type": "default"}}, ["rope_scaling", "rope_parameters"]),
+    ({"rope_parameters": ROPE | {"type": "yarn"}}, ["rope_parameters: type", "yarn"]),
+    ({"rope_parameters": ROPE | {"rope_type": "default", "type": "linear"}}, ["rope_parameters: type", "linear"]),
+    ({"rope_parameters": ROPE | {"rope_type": None}}, ["rope_type", "None"]),
+    ({"rope_parameters": ROPE | {"factor": 4.0}}, ["rope_parameters: factor", "4.0"]),
+    ({"rope_parameters": ROPE | {"attention_factor": 0.5}}, ["attention_factor"]),
+    ({"rope_parameters": ROPE | {"original_max_position_embeddings": 4096}}, ["original_max_position_embeddings"]),
+    ({"rope_parameters": {"full_attention": ROPE}}, ["rope_parameters: full_attention"]),
+    ({"is_causal": False}, ["is_causal", "False"]),
+    ({"sliding_window": 4096}, ["sliding_window", "4096"]),
+    ({"mamba_ssm_dtype": "bfloat16"}, ["mamba_ssm_dtype", "bfloat16"]),
+    ({"output_gate_type": "sigmoid"}, ["output_gate_type", "sigmoid"]),
+    ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+    ({"num_experts": 128}, ["num_experts", "128"]),
+    ({"attention_bias": 0}, ["attention_bias", "0"]),
 ])
 def test_configurations_that_are_refused(export, changes, words):
     edit_json(export / "config.json", **changes)
     refuses(export, "config.json", *words)
+
+
+@pytest.mark.parametrize("field, value", [
+    ("rope_scaling", {"type": "yarn", "factor": 4.0}), ("quantization_config", {"bits": 4}), ("is_causal", False)])
+def test_a_full_configuration_is_refused_for_either_part(field, value):
+    text = demo_config()
+    for data in ({"text_config": text, field: value}, {"text_config": text | {field: value}}):
+        with pytest.raises(CheckpointError, match=f"config.json.*: {field}"):
+            ModelConfig.from_json(data)
+
+
+def test_the_tables_of_fields_do_not_overlap_and_know_the_demo():
+    tables = (config_fields.IMPLEMENTED, config_fields.MUST_EQUAL, config_fields.IGNORED)
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    full = {"model_type": "qwen3_5", "text_config": demo_config() | {"use_cache": True}, "vision_config": {}}
+    assert config_fields.unknown_fields(full) == []
+    full["text_config"]["swin_norm"] = full["temperature"] = 1
+    assert config_fields.unknown_fields(full) == ["temperature", "text_config.swin_norm"]
 
 
 def test_pinned_names_and_dimensions():

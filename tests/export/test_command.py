@@ -58,6 +58,11 @@ def test_the_configuration_says_what_transformers_would_fill_in(folder):
     assert config["layer_types"] == TEXT_CONFIG["layer_types"] and config["hidden_act"] == "silu"
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
     assert config["max_position_embeddings"] >= 16384 and open_export(folder / "out").config == CONFIG
+    scaling = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}  # under its older name
+    edit_json(folder / "base" / "config.json", text_config=text | {"rope_scaling": scaling, "rope_theta": None})
+    config = json.loads((run(folder, "older") / "config.json").read_text())
+    assert config["rope_parameters"] == scaling | {"partial_rotary_factor": 0.25} and "rope_scaling" not in config
+    assert open_export(folder / "older").config == CONFIG
 
 
 def test_a_base_in_one_file_gives_the_same(folder):
@@ -147,7 +152,9 @@ def test_bases_that_are_refused(folder):
     for changes, words in (({"hidden_size": 128}, ["hidden_size", "64", "128"]),
                            ({"num_hidden_layers": 3, "layer_types": TEXT_CONFIG["layer_types"][:3]}, ["num_layers"]),
                            ({"linear_num_value_heads": 2}, ["linear_num_value_heads", "6", "2"]),
-                           ({"model_type": "llama"}, ["model_type", "llama"])):
+                           ({"model_type": "llama"}, ["model_type", "llama"]),
+                           ({"rope_scaling": {"type": "yarn", "factor": 4}}, ["rope_scaling: type", "yarn"]),
+                           ({"rope_parameters": {"type": "linear", "factor": 2}}, ["rope_parameters: type", "linear"])):
         edit_json(base / "config.json", text_config=TEXT_CONFIG | changes)
         refuses(folder, "config.json", *words)
     export_inputs.write_json(base / "config.json", config)

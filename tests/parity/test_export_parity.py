@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, Qwen3_5Config, Qwen3_5ForC
 from jev.checkpoint import pinned, weight_files
 from jev.checkpoint.checked_json import CheckpointError
 from jev.checkpoint.config import ModelConfig
+from jev.checkpoint.config_fields import unknown_fields
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX
 from jev.checkpoint.manifest import Manifest
 from jev.checkpoint.opening import open_export
@@ -285,3 +286,8 @@ def test_configurations_of_transformers_are_understood(tmp_path):
         config.text_config.save_pretrained(tmp_path)
         alone = ModelConfig.from_json(json.loads((tmp_path / "config.json").read_text()))
         assert whole == alone and whole.layer_types == tuple(text["layer_types"]) and whole.rotary_dim == 64
+
+
+def test_every_field_of_transformers_configuration_is_in_a_table():
+    config = Qwen3_5Config(text_config={"layer_types": [L, F], "num_hidden_layers": 2}).to_dict()
+    assert unknown_fields(config) == []
