@@ -149,7 +149,8 @@ def write_demo_checkpoint(path: str | Path, seed: int = 0, overwrite: bool = Fal
     path = Path(path)
     if overwrite and path.exists():
         existing = path / MANIFEST_FILE
-        if not existing.exists() or read_json(existing).get("demo") is not True:
+        manifest = read_json(existing) if existing.exists() else None
+        if not isinstance(manifest, dict) or manifest.get("demo") is not True:
             raise CheckpointError(f"{path}: is not a demo checkpoint, so it will not be overwritten")
     config_json = demo_config()
     config = ModelConfig.from_json(config_json)

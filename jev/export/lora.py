@@ -12,6 +12,7 @@ import numpy as np
 
 from jev.checkpoint.checked_json import CheckpointError, Fields, read_json
 from jev.checkpoint.config import ModelConfig
+from jev.checkpoint.finite import place
 from jev.checkpoint.weight_files import PREFIXES, TensorEntry, read_header
 from jev.export.pieces import read_pieces
 from jev_kernels import bf16
@@ -90,6 +91,10 @@ def check_factors(adapter: Adapter) -> None:
     """Read every LoRA matrix once. Raises CheckpointError naming one that holds a number that is not finite."""
     for name, pair in adapter.pairs.items():
         for side, entry in zip("AB", pair):
+            at = 0
             for piece in read_pieces(entry):
-                if not np.isfinite(bf16.to_float32(piece) if entry.dtype == "BF16" else piece).all():
-                    raise CheckpointError(f"{entry.path}: lora_{side} of {name} is not finite")
+                good = np.isfinite(bf16.to_float32(piece) if entry.dtype == "BF16" else piece)
+                if not good.all():
+                    where = place(at + int(good.argmin()), entry.shape)
+                    raise CheckpointError(f"{entry.path}: lora_{side} of {name} is not finite at {where}")
+                at += piece.size

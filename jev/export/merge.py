@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jev.checkpoint import finite
 from jev.checkpoint.checked_json import CheckpointError
 from jev.checkpoint.weight_files import TensorEntry
 from jev.export.inputs import import_extra
@@ -42,8 +43,13 @@ def merged_pieces(name: str, base: TensorEntry, adapter: Adapter) -> Iterator[np
             part = delta[at:at + piece.size]
             if not np.isfinite(part).all():
                 raise CheckpointError(f"{adapter.pairs[name][0].path}: the LoRA delta of {name} is not finite")
+            bad = finite.first_not_finite(piece)
+            if bad is not None:
+                raise CheckpointError(f"{base.path}: {finite.describe(name, at + bad, int(piece[bad]), base.shape)}")
             piece = bf16.from_float32(bf16.to_float32(piece) + bf16.to_float32(bf16.from_float32(part)))
-            if (piece & 0x7F80 == 0x7F80).any():
-                raise CheckpointError(f"{base.path}: {name} is not finite after merging")
+            bad = finite.first_not_finite(piece)
+            if bad is not None:
+                found = finite.describe(name, at + bad, int(piece[bad]), base.shape)
+                raise CheckpointError(f"{base.path}: {found}: not finite after merging")
             yield piece
             at += piece.size

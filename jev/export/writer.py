@@ -8,14 +8,18 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jev.checkpoint import finite
 from jev.checkpoint.checked_json import CheckpointError
 from jev.checkpoint.config import CONFIG_FILE, ModelConfig
+from jev.checkpoint.digests import DIGEST_FILE, to_text
 from jev.checkpoint.manifest import MANIFEST_FILE, Manifest
 from jev.checkpoint.weight_files import INDEX_FILE, WEIGHTS_FILE
 from jev.export.pieces import drop_cache, naming
@@ -40,10 +44,12 @@ def write_export(path: str | Path, config_json: Mapping[str, Any],
     Work goes to ``<path>.unfinished`` beside ``path``; it is removed on an error, and on a signal whose handler raises,
     as are folders made above it. One left by a killed process is
     refused, never reused: which of its bytes reached the disk is unknown. Raises CheckpointError for an existing path,
-    leftovers, a disk too small (before the first byte), or tensors other than those of the configuration.
+    leftovers, a disk too small (before the first byte), tensors other than those of the configuration, or one that holds
+    a NaN or an infinity. ``SHA256SUMS`` gets the digests of all files, made of what is written while it is written.
     """
     path, work = check_target(path, replace_existing)
     config = ModelConfig.from_json(config_json)
+    small = {CONFIG_FILE: json.dumps(config_json, indent=2).encode(), **files}
     plan = plan_shards(config.tensor_shapes(), shard_bytes)
     total = sum(2 * math.prod(shape) for shard in plan for shape in shard.values())
     new = [folder for folder in path.parents if not os.path.lexists(folder)]  # deepest first
@@ -59,16 +65,17 @@ def write_export(path: str | Path, config_json: Mapping[str, Any],
             names = [f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors" for i in range(len(plan))]
             index = {"metadata": {"total_size": total},
                      "weight_map": {tensor: name for name, shard in zip(names, plan) for tensor in shard}}
-            _write(work / INDEX_FILE, json.dumps(index, indent=2).encode())
-        _write(work / CONFIG_FILE, json.dumps(config_json, indent=2).encode())
-        for name, contents in files.items():
+            small[INDEX_FILE] = json.dumps(index, indent=2).encode()
+        for name, contents in small.items():
             _write(work / name, contents)
         stream = iter(tensors)
-        for name, shard in zip(names, plan):
-            _write_shard(work / name, shard, stream, progress)
+        digests = {name: _write_shard(work / name, shard, stream, progress) for name, shard in zip(names, plan)}
         if next(stream, None) is not None:
             raise CheckpointError(f"{path}: more tensors than the configuration has")
-        _write(work / f"{MANIFEST_FILE}.new", json.dumps(manifest.to_json(), allow_nan=False).encode() + b"\n")
+        last = json.dumps(manifest.to_json(), allow_nan=False).encode() + b"\n"
+        digests |= {name: sha256(contents).hexdigest() for name, contents in (*small.items(), (MANIFEST_FILE, last))}
+        _write(work / DIGEST_FILE, to_text(digests).encode())
+        _write(work / f"{MANIFEST_FILE}.new", last)
         os.replace(work / f"{MANIFEST_FILE}.new", work / MANIFEST_FILE)
         _sync_folder(work)
         if replace_existing and os.path.lexists(path):
@@ -131,7 +138,8 @@ def _write(path: Path, contents: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, progress) -> None:
+def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, progress) -> str:
+    """Write one safetensors file; its SHA-256 in hex, computed beside the writing by a thread of its own."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -139,21 +147,32 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, prog
         end = header[name]["data_offsets"][1]
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    with naming(path), open(path, "xb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
+    raw = len(raw).to_bytes(8, "little") + raw
+    digest = sha256(raw)
+    with naming(path), open(path, "xb") as file, ThreadPoolExecutor(1, "jev-sha256") as hasher:
+        file.write(raw)
         for name, shape in shapes.items():
             given, pieces = next(stream, (None, ()))
             if given != name:
                 raise CheckpointError(f"{path}: expected tensor {name}, was given {given}")
-            left = 2 * math.prod(shape)
+            left = size = math.prod(shape)
             for piece in pieces:
                 if piece.dtype != np.dtype("<u2"):
                     raise CheckpointError(f"{path}: {name}: expected uint16 (BF16 bits), was given {piece.dtype}")
-                left -= file.write(np.ascontiguousarray(piece))
+                piece = np.ascontiguousarray(piece).reshape(-1)
+                bad = finite.first_not_finite(piece[:left])
+                if bad is not None:
+                    found = finite.describe(name, size - left + bad, int(piece[bad]), shape)
+                    raise CheckpointError(f"{found}, which no export may hold")
+                hashed = hasher.submit(digest.update, piece)
+                file.write(piece)
+                hashed.result()
+                left -= piece.size
                 if progress:
                     progress(piece.nbytes)
             if left:
-                raise CheckpointError(f"{path}: {name}: {left} bytes short of shape {list(shape)}")
+                raise CheckpointError(f"{path}: {name}: {2 * left} bytes short of shape {list(shape)}")
         file.flush()
         os.fsync(file.fileno())
         drop_cache(file)
+    return digest.hexdigest()

@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_files(demo, tmp_path):
     assert digest(tmp_path / "again") == digest(demo.path)
     write_demo_checkpoint(tmp_path / "other", seed=1)
     changed = {name for name, sha in digest(tmp_path / "other").items() if sha != digest(demo.path)[name]}
-    assert changed == {"model.safetensors", "open_jev_export.json"}
+    assert changed == {"model.safetensors", "open_jev_export.json", "SHA256SUMS"}
 
 
 def test_its_tokenizer(demo, tokenization_vectors):
@@ -97,6 +97,14 @@ def test_overwriting(demo, tmp_path):
     assert digest(path) != digest(demo.path) and open_export(path).demo
     write_demo_checkpoint(tmp_path / "new" / "demo", overwrite=True)  # nothing to overwrite: folders are made
     assert digest(tmp_path / "new" / "demo") == digest(demo.path)
+
+
+@pytest.mark.parametrize("manifest", ["[]", "7", "null", '"demo"', "[" * 50000, "{", '{"demo": 1}'])
+def test_whatever_stands_in_the_manifest_is_no_traceback(tmp_path, manifest):
+    (tmp_path / "open_jev_export.json").write_text(manifest)
+    with pytest.raises(CheckpointError, match="not a demo checkpoint|not valid JSON"):
+        write_demo_checkpoint(tmp_path, overwrite=True)
+    assert (tmp_path / "open_jev_export.json").read_text() == manifest
 
 
 def test_only_a_demo_is_overwritten(tmp_path):

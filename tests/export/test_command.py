@@ -45,7 +45,7 @@ def test_what_an_export_holds(folder):
         assert (result.path / name).read_bytes() == (folder / "base" / name).read_bytes()
     assert {f.name for f in result.path.iterdir()} == {
         "config.json", "model.safetensors", "open_jev_export.json", "tokenizer.json", "tokenizer_config.json",
-        "chat_template.jinja"}
+        "chat_template.jinja", "SHA256SUMS"}
     assert sorted(f.name for f in folder.iterdir()) == ["base", "checkpoint", "out"]
 
 

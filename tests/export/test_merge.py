@@ -12,7 +12,7 @@ import pytest
 
 from jev.checkpoint.opening import open_export
 from jev.checkpoint.weight_files import read_header
-from jev.export import command, merge
+from jev.export import command, merge, pieces
 from jev.export.lora import TARGETS
 from jev_kernels import bf16
 from tests import export_inputs
@@ -57,7 +57,23 @@ def test_factors_that_are_not_finite_are_found_before_writing(folder, monkeypatc
     convert = {"F32": np.asarray, "F16": np.float16, "BF16": bf16.from_float32}[dtype]
     save(folder / "checkpoint" / ADAPTER, {name: (dtype, convert(x)) for name, x in tensors.items()})
     monkeypatch.setattr(command, "write_export", lambda *a, **k: pytest.fail("writing began"))
-    refuses(folder, f"lora_{side} of layers.1.self_attn.q_proj.weight is not finite", ADAPTER)
+    refuses(folder, f"lora_{side} of layers.1.self_attn.q_proj.weight is not finite at [", ADAPTER)
+
+
+@pytest.mark.parametrize("tensor, place", [
+    ("layers.0.linear_attn.in_proj_qkv.weight", (7, 3)), ("layers.1.mlp.up_proj.weight", (127, 63)),
+    ("layers.0.linear_attn.conv1d.weight", (5, 0, 3)), ("embed_tokens.weight", (1023, 0)), ("norm.weight", (63,))])
+@pytest.mark.parametrize("bits, kind", [(0x7FC0, "NaN"), (0xFF80, "-infinity"), (0x7F80, "infinity")])
+def test_a_base_weight_that_is_not_finite(folder, monkeypatch, tensor, place, bits, kind):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)        # the place counts over pieces
+    shard = next(path for path in sorted((folder / "base").glob("*.safetensors"))
+                 if f"model.language_model.{tensor}" in read_header(path))
+    entry = read_header(shard)[f"model.language_model.{tensor}"]
+    at = entry.start + 2 * int(np.ravel_multi_index(place, entry.shape))
+    data = bytearray(shard.read_bytes())
+    data[at:at + 2] = bits.to_bytes(2, "little")
+    shard.write_bytes(data)
+    refuses(folder, f"{tensor}{list(place)} is {kind}")
 
 
 def test_a_sum_that_is_not_finite(folder, monkeypatch):
@@ -68,4 +84,4 @@ def test_a_sum_that_is_not_finite(folder, monkeypatch):
     data = bytearray(shard.read_bytes())
     data[at:at + 2] = (0x7F7F).to_bytes(2, "little")  # the largest finite BF16
     shard.write_bytes(data)
-    refuses(folder, "layers.0.linear_attn.in_proj_qkv.weight", "not finite after merging")
+    refuses(folder, "layers.0.linear_attn.in_proj_qkv.weight[0, 0] is infinity", "not finite after merging")

@@ -116,7 +116,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     write_export(tmp_path / "new/out", TEXT_CONFIG, good_stream(), manifest(), FILES)
     work = "/new/out.unfinished"
     assert sorted(did[:3]) == [f"{work}/config.json", f"{work}/model.safetensors", f"{work}/tokenizer.json"]
-    assert did[3:] == [f"{work}/open_jev_export.json.new", work, "rename", "/new", ""]
+    assert did[3:] == [f"{work}/SHA256SUMS", f"{work}/open_jev_export.json.new", work, "rename", "/new", ""]
 
 
 def test_the_manifest_comes_last(tmp_path, monkeypatch):
