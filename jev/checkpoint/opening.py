@@ -6,6 +6,7 @@ An export is a folder::
     tokenizer.json                  (and whatever other tokenizer files the base has)
     model.safetensors               all weights in BF16; or model-0000n-of-0000m.safetensors shards
     model.safetensors.index.json    with shards only: tensor name -> shard
+    SHA256SUMS                      digests of all the others (``jev.checkpoint.verify``); earlier versions wrote none
     open_jev_export.json            the manifest, written last: its presence says that the export is finished
 
 ``open_export`` refuses with a ``CheckpointError`` that names the file and the field or tensor. Weights are BF16 bit

@@ -49,10 +49,14 @@ def read_adapter(checkpoint: Path, config: ModelConfig, rank: int) -> Adapter:
         raise f.refuse("r", f"is {f.data['r']}, but lora_rank of model.json is {rank}")
     alpha = f.number("lora_alpha")
     targets = f.get("target_modules")
+    if not isinstance(targets, (list, str)):
+        raise f.refuse("target_modules", f"expected names or a pattern, found {targets!r:.60}")
     # A string is a pattern over module names; then the matrices below decide alone.
     if isinstance(targets, list) and not set(map(str, targets)) <= TARGET_NAMES:
         raise f.refuse("target_modules", f"{sorted(set(map(str, targets)) - TARGET_NAMES)} are not among "
                                          f"{sorted(TARGET_NAMES)}")
+    if f.data.get("use_rslora") not in (None, False, True):
+        raise f.refuse("use_rslora", f"expected true or false, found {f.data['use_rslora']!r:.60}")
     for field in UNSUPPORTED:
         if f.data.get(field):
             raise f.refuse(field, f"only plain LoRA can be merged, found {f.data[field]!r:.60}")

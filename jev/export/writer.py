@@ -36,7 +36,8 @@ def write_export(path: str | Path, config_json: Mapping[str, Any],
     """Write an export, streaming its weights; ``path`` appears only once everything is on the disk.
 
     tensors: bare name and little-endian uint16 pieces, whose bytes follow each other, for every tensor of
-        ``config_json`` in the order of ``ModelConfig.tensor_shapes``; consumed one piece at a time.
+        ``config_json`` in the order of ``ModelConfig.tensor_shapes``; consumed one piece at a time. A piece must stay as it
+        is until the next but one is asked for: another thread hashes it.
     files: name -> contents of the tokenizer's files, ``tokenizer.json`` among them.
     shard_bytes: the most bytes of tensors in one file (a larger tensor gets a file of its own).
     progress: called with the number of bytes after each piece.
@@ -148,9 +149,10 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, prog
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     raw = len(raw).to_bytes(8, "little") + raw
-    digest = sha256(raw)
+    digest = sha256()
     with naming(path), open(path, "xb") as file, ThreadPoolExecutor(1, "jev-sha256") as hasher:
         file.write(raw)
+        hashed = hasher.submit(digest.update, raw)
         for name, shape in shapes.items():
             given, pieces = next(stream, (None, ()))
             if given != name:
@@ -160,13 +162,13 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, prog
                 if piece.dtype != np.dtype("<u2"):
                     raise CheckpointError(f"{path}: {name}: expected uint16 (BF16 bits), was given {piece.dtype}")
                 piece = np.ascontiguousarray(piece).reshape(-1)
-                bad = finite.first_not_finite(piece[:left])
+                bad = finite.first_not_finite(piece[:max(left, 0)])
                 if bad is not None:
                     found = finite.describe(name, size - left + bad, int(piece[bad]), shape)
                     raise CheckpointError(f"{found}, which no export may hold")
+                hashed.result()                 # a piece is hashed while it is written and the next one is made
                 hashed = hasher.submit(digest.update, piece)
                 file.write(piece)
-                hashed.result()
                 left -= piece.size
                 if progress:
                     progress(piece.nbytes)
@@ -175,4 +177,5 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, prog
         file.flush()
         os.fsync(file.fileno())
         drop_cache(file)
+        hashed.result()
     return digest.hexdigest()

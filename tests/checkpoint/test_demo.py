@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from jev import cli
 from jev.checkpoint.checked_json import CheckpointError
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX, VOCAB_SIZE, write_demo_checkpoint
 from jev.checkpoint.opening import open_export
@@ -100,10 +102,10 @@ def test_overwriting(demo, tmp_path):
 
 
 @pytest.mark.parametrize("manifest", ["[]", "7", "null", '"demo"', "[" * 50000, "{", '{"demo": 1}'])
-def test_whatever_stands_in_the_manifest_is_no_traceback(tmp_path, manifest):
+def test_whatever_stands_in_the_manifest_is_no_traceback(tmp_path, capsys, manifest):
     (tmp_path / "open_jev_export.json").write_text(manifest)
-    with pytest.raises(CheckpointError, match="not a demo checkpoint|not valid JSON"):
-        write_demo_checkpoint(tmp_path, overwrite=True)
+    assert cli.main(["demo-checkpoint", str(tmp_path), "--overwrite"]) == 1
+    assert re.match(r"jev: /.*(is not a demo checkpoint, so|is not valid JSON)", capsys.readouterr().err)
     assert (tmp_path / "open_jev_export.json").read_text() == manifest
 
 

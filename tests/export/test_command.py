@@ -128,6 +128,8 @@ def test_missing_folders(folder):
     ("adapter/adapter_config.json", {"r": 8}, ["r: is 8", "4"]),
     ("adapter/adapter_config.json", {"target_modules": ["q_proj", "up_proj"]}, ["target_modules", "up_proj"]),
     ("adapter/adapter_config.json", {"target_modules": None}, ["target_modules", "is missing"]),
+    ("adapter/adapter_config.json", {"target_modules": 7}, ["target_modules", "7"]),
+    ("adapter/adapter_config.json", {"use_rslora": "no"}, ["use_rslora", "'no'"]),
     ("adapter/adapter_config.json", {"use_dora": True}, ["use_dora"]),
     ("adapter/adapter_config.json", {"rank_pattern": {"q_proj": 8}}, ["rank_pattern"]),
     ("adapter/adapter_config.json", {"alpha_pattern": {"q_proj": 8}}, ["alpha_pattern"]),
