@@ -327,14 +327,14 @@ def check(args: argparse.Namespace) -> int:
     from jev.checkpoint.config import CONFIG_FILE
     from jev.checkpoint.config_fields import unknown_fields
     from jev.checkpoint.opening import open_export
-    from jev.checkpoint.verify import verify
+    from jev.checkpoint.verify import shortened, verify
     from jev.engine import DEMO_NOTICE
     from jev.processor import Processor
     export = open_export(args.export, _settings(args).max_length)
     manifest, config = export.manifest, export.config
     processor = Processor.of(export)
     verified = verify(export)
-    unknown = ", ".join(unknown_fields(read_json(export.path / CONFIG_FILE)))
+    unknown = shortened([ascii(field) for field in unknown_fields(read_json(export.path / CONFIG_FILE))])
     size = sum(t.nbytes for t in export.tensors.values())
     kinds = [config.layer_types.count(kind) for kind in ("linear_attention", "full_attention")]
     print(f"{args.export}: a complete export")

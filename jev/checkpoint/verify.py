@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class Verified:
         return f"{done}; not verified: {shortened(self.others)} (--verify does)" if self.others else done
 
 
-def shortened(names: tuple[str, ...], most: int = 8) -> str:
+def shortened(names: Sequence[str], most: int = 8) -> str:
     """The names, those in the middle left out where there are many."""
     return ", ".join(names if len(names) <= most else (*names[:most - 2], "...", names[-1]))
 

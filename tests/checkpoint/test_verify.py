@@ -228,7 +228,7 @@ def test_check_verifies(export, capsys):
     (export / DIGEST_FILE).unlink()
     assert cli.main(["check", str(export)]) == 0
     output = capsys.readouterr().out
-    assert "NOTE: not verified" in output and "kernel_lag of config.json" in output
+    assert "NOTE: not verified" in output and "'kernel_lag' of config.json" in output
 
 
 @pytest.mark.parametrize("flags, status", [([], 0), (["--verify"], 1)])
