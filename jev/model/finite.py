@@ -13,7 +13,8 @@ import numpy as np
 from jev.checkpoint.finite import describe, first_not_finite
 from jev.checkpoint.opening import Export
 from jev.model import row_pool
-from jev.model.backbone import Backbone, forward
+from jev.model.backbone import Backbone
+from jev.model.forward import forward
 from jev.model.ops import Ops
 from jev.model.ops.audit import AuditOps
 from jev.model.weights import Model
@@ -30,7 +31,7 @@ class NotFinite(ArithmeticError):
 class FiniteOps:
     """``Ops`` that computes with ``ops`` and raises NotFinite at the first result that is not finite.
 
-    ``ops`` must have ``values(x)``, as for ``AuditOps``. keys: name of each weight by the ``id`` of what ``ops`` holds.
+    keys: name of each weight by the ``id`` of what ``ops`` holds.
     """
 
     def __init__(self, ops: Ops, keys: Mapping[int, str]) -> None:
@@ -66,9 +67,9 @@ def explain(export: Export, backbone: Backbone, sequences: Sequence[np.ndarray])
 
     For the thread that may use ``backbone``. Whatever the backbone raises comes through.
     """
-    ops, model, pool = backbone.bound(row_pool.build(sequences))
+    bound = backbone.bound(row_pool.build(sequences))
     try:
-        forward(FiniteOps(ops, weight_keys(model)), model, pool)
+        forward(FiniteOps(bound.ops, weight_keys(bound.model)), bound.model, bound.pool)
     except NotFinite as found:
         first = f"the first result that is not finite is that of {found}"
         for name, bits in export.tensors.items():

@@ -16,7 +16,7 @@ from jev import cli
 from jev.checkpoint.checked_json import CheckpointError
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX, VOCAB_SIZE, write_demo_checkpoint
 from jev.checkpoint.opening import open_export
-from jev.model.backbone import NumpyBackbone
+from jev.model.numpy_backbone import NumpyBackbone
 from jev_kernels import bf16
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jev.checkpoint.demo import write_demo_checkpoint
 from jev.checkpoint.opening import open_export
-from jev.model.backbone import NumpyBackbone
+from jev.model.numpy_backbone import NumpyBackbone
 from jev_kernels import bf16
 
 

@@ -12,8 +12,8 @@ from jev import cli
 from jev.checkpoint.opening import open_export
 from jev.checkpoint.weight_files import read_header
 from jev.engine import Engine, InferenceError
-from jev.model.backbone import NumpyBackbone
 from jev.model.finite import explain
+from jev.model.numpy_backbone import NumpyBackbone
 from jev.settings import Settings
 from tests import models
 from tests.fakes import demo_export

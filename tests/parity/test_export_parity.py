@@ -24,7 +24,7 @@ from jev.checkpoint.pinned import Pinned
 from jev.contract import parse_request
 from jev.export import command, lora, merge, pieces
 from jev.export.inputs import chat_frame, read_head
-from jev.model.backbone import NumpyBackbone
+from jev.model.numpy_backbone import NumpyBackbone
 from jev.processor import Processor
 from tests.export_inputs import F, L, edit_json, write_json, write_tokenizer
 
