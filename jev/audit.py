@@ -17,7 +17,7 @@ import numpy as np
 
 from jev import contract
 from jev.arguments import Parser
-from jev.checkpoint.checkpoint import Export, open_export
+from jev.checkpoint.opening import Export, open_export
 from jev.model import row_pool, weights
 from jev.model.backbone import Backbone
 from jev.model.backends import open_backbone

@@ -33,8 +33,8 @@ the model once, and gives calibrated probabilities. Nothing is generated.
 EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
 SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "queue_mb", "batch_rows",
-               "drain_seconds")
-MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows")
+               "drain_seconds", "verify")
+MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows", "verify")
 
 
 class CommandError(Exception):
@@ -63,7 +63,8 @@ def _flush_stdout() -> None:
 
 def open_engine(settings: Settings) -> Engine:
     """Load the export of ``settings``, warm it up and say what it is. Raises errors for which ``main`` has words."""
-    from jev.checkpoint.checkpoint import open_export
+    from jev.checkpoint.opening import open_export
+    from jev.checkpoint.verify import verify
     from jev.engine import DEMO_NOTICE, Engine
     from jev.model.backends import open_backbone
     if settings.model is None:
@@ -71,6 +72,7 @@ def open_engine(settings: Settings) -> Engine:
                            "(`jev demo-checkpoint DIR` makes a small one to try)")
     export = open_export(settings.model, settings.max_length)
     say(f"model: {describe(export)}")
+    say(f"files: {verify(export, weights=settings.verify)}")
     if export.demo:
         say(f"NOTE: {DEMO_NOTICE}")
     backbone = open_backbone(export, settings.backend, settings.max_length, settings.graph, log=say)
@@ -78,7 +80,7 @@ def open_engine(settings: Settings) -> Engine:
 
 
 def describe(export) -> str:
-    from jev.checkpoint.checkpoint import DEMO, pinned
+    from jev.checkpoint.pinned import DEMO, pinned
     manifest = export.manifest
     source = DEMO if export.demo else pinned(manifest.model_id)
     return (f"{source.title} ({manifest.model_id}), {export.config.num_layers} layers of {export.config.hidden_size}, "
@@ -255,8 +257,8 @@ def demo(args: argparse.Namespace) -> int:
 
 def _make_demo_checkpoint(folder: Path) -> None:
     from jev.checkpoint.checked_json import CheckpointError
-    from jev.checkpoint.checkpoint import open_export
     from jev.checkpoint.demo import write_demo_checkpoint
+    from jev.checkpoint.opening import open_export
     from jev.processor import Processor, ProcessorError
     try:
         Processor.of(open_export(folder))
@@ -327,12 +329,18 @@ def demo_checkpoint(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    from jev.checkpoint.checkpoint import open_export
+    from jev.checkpoint.checked_json import read_json
+    from jev.checkpoint.config import CONFIG_FILE
+    from jev.checkpoint.config_fields import unknown_fields
+    from jev.checkpoint.opening import open_export
+    from jev.checkpoint.verify import shortened, verify
     from jev.engine import DEMO_NOTICE
     from jev.processor import Processor
     export = open_export(args.export, _settings(args).max_length)
     manifest, config = export.manifest, export.config
     processor = Processor.of(export)
+    verified = verify(export)
+    unknown = shortened([ascii(field) for field in unknown_fields(read_json(export.path / CONFIG_FILE))])
     size = sum(t.nbytes for t in export.tensors.values())
     kinds = [config.layer_types.count(kind) for kind in ("linear_attention", "full_attention")]
     print(f"{args.export}: a complete export")
@@ -344,7 +352,9 @@ def check(args: argparse.Namespace) -> int:
                  f"{config.linear_num_key_heads}/{config.linear_num_value_heads} of {config.linear_key_head_dim}",
         "weights": f"{len(export.tensors)} BF16 tensors, {size / 2e9:.3f} billion parameters, {size / 1e9:.3f} GB",
         "tokenizer": f"{processor.vocab_size} of {config.vocab_size} ids in use",
-        "answers to": ", ".join(sorted(export.model_names)), **({"NOTE": DEMO_NOTICE} if export.demo else {})}.items():
+        "answers to": ", ".join(sorted(export.model_names)), "files": verified,
+        **({"not read": f"{unknown} of {CONFIG_FILE}, which no Qwen3.5 model reads"} if unknown else {}),
+        **({"NOTE": DEMO_NOTICE} if export.demo else {})}.items():
         print(f"  {name:14} {value}")
     return 0
 
@@ -361,8 +371,11 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     for f in fields(Settings):
         if f.name in names:
-            default = "" if f.default is None else f"; default {int(f.default) if f.name == 'graph' else f.default}"
-            parser.add_argument(f.metadata["flag"], dest=f.name, metavar=f.name.split("_")[-1].upper(),
+            default = "" if f.default is None else f"; default {int(f.default) if isinstance(f.default, bool) else f.default}"
+            # A switch takes no value: what follows it may be the export.
+            form = ({"action": "store_const", "const": "1"} if f.name == "verify" else
+                    {"metavar": f.name.split("_")[-1].upper()})
+            parser.add_argument(f.metadata["flag"], dest=f.name, **form,
                                 help=f"{f.metadata['help']} [{', '.join(f.metadata['env'])}{default}]")
 
 
@@ -425,7 +438,7 @@ Exit status: 0 all answered, 1 some failed or there were none.
 
 
 # Commands with a module and a parser of their own.
-DELEGATED = {"export": ("jev.export.export", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
+DELEGATED = {"export": ("jev.export.command", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
              "frontend": ("jev.gateway.app", "the gateway in front of one or more workers"),
              "audit": ("jev.audit", "measure each operation of a backend against float64 on an export's own weights")}
 

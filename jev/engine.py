@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 
 from jev import contract
-from jev.checkpoint.checkpoint import DEMO, MANIFEST_FILE, Export, pinned
+from jev.checkpoint.manifest import MANIFEST_FILE
+from jev.checkpoint.opening import Export
+from jev.checkpoint.pinned import DEMO, pinned
 from jev.contract import ContractError
+from jev.model import finite
 from jev.model.backbone import Backbone, BackendError
 from jev.model.sequences import Sequences
 from jev.processor import Processor
@@ -71,9 +74,11 @@ class Engine:
         try:
             with self.scheduler.admit() as place:
                 self.scheduler.run(place, self._warm_up)
-        except InferenceError:
-            self.close()
-            raise
+        except InferenceError as error:
+            self.scheduler.close(timeout=5)
+            reason = self._why_not_finite()
+            self.backbone.close()
+            raise InferenceError(f"the warm-up is not finite: {reason}" if reason else str(error)) from None
         self.ready = True
 
     def answer(self, body: bytes, cancelled: Callable[[], bool] | None = None) -> dict[str, Any]:
@@ -155,6 +160,14 @@ class Engine:
         scores = self.export.head.score(hidden)
         self.ready = True
         return scores
+
+    def _why_not_finite(self) -> str | None:
+        """After a warm-up without a score: what was not finite, if that was it."""
+        try:
+            return finite.explain(self.export, self.backbone, self._warm_up)
+        except Exception as error:          # the forward itself fails, and the log has its cause
+            logger.error("the warm-up cannot be looked into (%s: %s)", type(error).__name__, error)
+            return None
 
     def _probe(self) -> None:
         """After a failed forward: does the backbone still work? No other forward runs meanwhile."""

@@ -28,7 +28,7 @@ from jev.model.sequences import ID, Sequences, common_prefix
 from jev.strict_json import excerpt
 
 if TYPE_CHECKING:
-    from jev.checkpoint.checkpoint import Export
+    from jev.checkpoint.opening import Export
 
 BATCH_CHARACTERS = 1 << 18
 # So little text is tokenized sooner by this thread than other threads wake up for it.

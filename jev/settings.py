@@ -98,6 +98,10 @@ class Settings:
     drain_seconds: float = _setting(
         60.0, "OPEN_JEV_DRAIN_SECONDS", _seconds,
         "how long SIGTERM waits for admitted requests before giving up on them", "--drain-seconds")
+    verify: bool = _setting(
+        False, "OPEN_JEV_VERIFY", _flag,
+        "1: before serving, read every file of the export once and compare it with its digest; without, small files only",
+        "--verify")
     api_key: str | None = field(default=None, repr=False, metadata={
         "env": ["OPEN_JEV_API_KEY"], "parse": _secret, "flag": None,
         "help": "required as `Authorization: Bearer KEY` on /v1/* when set (no flag: others could read it in ps)"})

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig, Pinned
+from jev.checkpoint.config import ModelConfig
 from jev.checkpoint.demo import CHAT_TEMPLATE, demo_tokenizer
-from jev.export.export import TARGETS
+from jev.checkpoint.pinned import Pinned
+from jev.export.lora import TARGETS
 from jev_kernels import bf16
 
 RANK, ALPHA, TEMPERATURE = 4, 6, 2.25

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from jev.app import create_app
-from jev.checkpoint.checkpoint import Export, open_export
 from jev.checkpoint.demo import write_demo_checkpoint
+from jev.checkpoint.opening import Export, open_export
 from jev.engine import Engine
 from jev.model.row_pool import count_rows
 from jev.server import Server, bind

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev_kernels import bf16
 
 L, F = "linear_attention", "full_attention"

@@ -6,7 +6,7 @@ import torch
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 
 
 def text_config(c: ModelConfig) -> Qwen3_5TextConfig:

@@ -517,7 +517,7 @@ def test_it_gives_up_after_drain_seconds(start, pool):
 
 
 def test_a_signal_while_loading_ends_it(start):
-    worker = start(before="open_export = None; import jev.checkpoint.checkpoint; jev.checkpoint.checkpoint.open_export = "
+    worker = start(before="open_export = None; import jev.checkpoint.opening; jev.checkpoint.opening.open_export = "
                           "lambda *a: (print('loading', file=sys.stderr, flush=True), time.sleep(60))")
     worker.wait_for("loading")
     worker.signal(signal.SIGTERM)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model.row_pool import RowPool
 from jev.model.weights import attention_columns, gdn_columns
 from jev_kernels.pool import CHUNK

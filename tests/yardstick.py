@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model import row_pool, weights
 from jev.model.forward import forward
 from jev.model.ops.numpy import NumpyOps

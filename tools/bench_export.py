@@ -26,13 +26,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jev.checkpoint import checkpoint  # noqa: E402
-from jev.checkpoint.checkpoint import ModelConfig, Pinned  # noqa: E402
+from jev.checkpoint import pinned  # noqa: E402
+from jev.checkpoint.config import ModelConfig  # noqa: E402
 from jev.checkpoint.demo import CHAT_TEMPLATE, demo_tokenizer  # noqa: E402
+from jev.checkpoint.pinned import Pinned  # noqa: E402
 from jev.checkpoint.weight_files import INDEX_FILE  # noqa: E402
-from jev.export import export  # noqa: E402
+from jev.export.command import main as export  # noqa: E402
+from jev.export.lora import TARGET_NAMES, TARGETS  # noqa: E402
+from jev.export.writer import plan_shards  # noqa: E402
 
-SOURCES = {"27b": checkpoint.PINNED[0], "9b": checkpoint.PINNED[1]}
+SOURCES = {"27b": pinned.PINNED[0], "9b": pinned.PINNED[1]}
 VOCAB = 248320
 BASE_SHARD = 4 * 10**9
 
@@ -66,7 +69,7 @@ def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, ite
 
 def write_sparse_shards(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
     """BF16 tensors as sparse shards with their index; returns the bytes of the shards."""
-    plan = export._plan_shards(shapes, BASE_SHARD)
+    plan = plan_shards(shapes, BASE_SHARD)
     weight_map, total = {}, 0
     for i, shard in enumerate(plan):
         name = f"model-{i + 1:05d}-of-{len(plan):05d}.safetensors"
@@ -111,13 +114,13 @@ def write_inputs(folder: Path, source: Pinned, layers: int, rank: int) -> None:
     (base / "revision").write_text(source.base_revision)
     matrices = {}
     for i, kind in enumerate(config.layer_types):
-        for module in export.TARGETS[kind]:
+        for module in TARGETS[kind]:
             outer, inner = config.tensor_shapes()[f"layers.{i}.{module}.weight"]
             name = f"base_model.model.layers.{i}.{module}.lora_"
             matrices |= {f"{name}A.weight": (rank, inner), f"{name}B.weight": (outer, rank)}
     write_sparse(trained / "adapter/adapter_model.safetensors", matrices, "F32", 4)
     (trained / "adapter/adapter_config.json").write_text(json.dumps(
-        {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(export.TARGET_NAMES)}))
+        {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(TARGET_NAMES)}))
     (trained / "model.json").write_text(json.dumps({
         "model_id": source.model_id, "revision": source.base_revision, "max_length": 4096, "lora_rank": rank}))
     (trained / "temperature.json").write_text('{"temperature": 2.5}')
@@ -128,8 +131,8 @@ def write_inputs(folder: Path, source: Pinned, layers: int, rank: int) -> None:
 def run_export(folder: Path, source: Pinned, layers: int) -> int:
     """The export itself. Only the pinned number of layers is changed, and only if asked for."""
     dims = {**source.dims, "num_layers": layers}
-    checkpoint.PINNED = (replace(source, dims=dims),)
-    return export.main([f"--{name}={folder / name}" for name in ("base", "checkpoint", "out")])
+    pinned.PINNED = (replace(source, dims=dims),)
+    return export([f"--{name}={folder / name}" for name in ("base", "checkpoint", "out")])
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev.checkpoint.checkpoint import ModelConfig  # noqa: E402
+from jev.checkpoint.config import ModelConfig  # noqa: E402
 from jev.model import row_pool  # noqa: E402
 from jev.model.buckets import choose  # noqa: E402
 from jev.model.cuda_backbone import CudaBackbone  # noqa: E402

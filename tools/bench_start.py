@@ -22,8 +22,8 @@ import urllib3
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jev.checkpoint.checkpoint import MANIFEST_FILE, Manifest, ModelConfig  # noqa: E402
-from jev.checkpoint.weight_files import CONFIG_FILE  # noqa: E402
+from jev.checkpoint.config import CONFIG_FILE, ModelConfig  # noqa: E402
+from jev.checkpoint.manifest import MANIFEST_FILE, Manifest  # noqa: E402
 from tools.bench_export import SOURCES, text_config, write_sparse_shards  # noqa: E402
 from tools.synthetic_worker import CHAT_PREFIX, CHAT_SUFFIX, real_tokenizer  # noqa: E402
 

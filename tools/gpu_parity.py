@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev.checkpoint.checkpoint import ModelConfig  # noqa: E402
+from jev.checkpoint.config import ModelConfig  # noqa: E402
 from jev.model import row_pool  # noqa: E402
 from jev.model.forward import forward  # noqa: E402
 from jev.model.weights import assemble  # noqa: E402

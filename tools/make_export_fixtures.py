@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jev.checkpoint.checkpoint import open_export  # noqa: E402
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX, write_demo_checkpoint  # noqa: E402
+from jev.checkpoint.opening import open_export  # noqa: E402
 from jev_kernels import bf16  # noqa: E402
 from tests import export_inputs, parity_reference  # noqa: E402
 

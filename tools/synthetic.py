@@ -10,7 +10,7 @@ import math
 
 from numba import cuda, float32, int64, types, uint64
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model.weights import Spec
 from jev_kernels.bf16 import from_f32
 from jev_kernels.runtime.launch import Kernel

@@ -22,9 +22,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jev.app import create_app  # noqa: E402
-from jev.checkpoint.checkpoint import PINNED, Export, Head, Manifest  # noqa: E402
+from jev.checkpoint.manifest import Manifest  # noqa: E402
+from jev.checkpoint.opening import Export  # noqa: E402
+from jev.checkpoint.pinned import PINNED  # noqa: E402
 from jev.engine import Engine  # noqa: E402
 from jev.model.cuda_backbone import READY_ROWS  # noqa: E402
+from jev.model.head import Head  # noqa: E402
 from jev.server import Server, bind  # noqa: E402
 from jev.settings import Settings  # noqa: E402
 from tools import synthetic  # noqa: E402

@@ -16,8 +16,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jev.checkpoint.checked_json import CheckpointError, read_json
-from jev.checkpoint.checkpoint import DEMO, MANIFEST_FILE, Manifest, ModelConfig
-from jev.export.export import write_export
+from jev.checkpoint.config import ModelConfig
+from jev.checkpoint.manifest import MANIFEST_FILE, Manifest
+from jev.checkpoint.pinned import DEMO
+from jev.export.writer import write_export
 from jev_kernels import bf16
 
 CHAT_PREFIX = "<|im_start|>user\n"
@@ -147,7 +149,8 @@ def write_demo_checkpoint(path: str | Path, seed: int = 0, overwrite: bool = Fal
     path = Path(path)
     if overwrite and path.exists():
         existing = path / MANIFEST_FILE
-        if not existing.exists() or read_json(existing).get("demo") is not True:
+        manifest = read_json(existing) if existing.exists() else None
+        if not isinstance(manifest, dict) or manifest.get("demo") is not True:
             raise CheckpointError(f"{path}: is not a demo checkpoint, so it will not be overwritten")
     config_json = demo_config()
     config = ModelConfig.from_json(config_json)

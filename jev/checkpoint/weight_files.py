@@ -14,16 +14,13 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jev.checkpoint.checked_json import CheckpointError, Fields, read_json, unique_keys
+from jev.checkpoint.config import CONFIG_FILE, ModelConfig
 
-if TYPE_CHECKING:
-    from jev.checkpoint.checkpoint import ModelConfig
-
-CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PREFIXES = ("model.language_model.", "model.", "")

@@ -1,7 +1,7 @@
 """Which backend serves an export on this machine."""
 from __future__ import annotations
 
-from jev.checkpoint.checkpoint import Export
+from jev.checkpoint.opening import Export
 from jev.model.backbone import Backbone, BackendError
 from jev.model.numpy_backbone import NumpyBackbone
 

@@ -15,7 +15,8 @@ import numpy as np
 from numba import cuda
 from tqdm import tqdm
 
-from jev.checkpoint.checkpoint import Export, ModelConfig
+from jev.checkpoint.config import ModelConfig
+from jev.checkpoint.opening import Export
 from jev.model import row_pool, weights
 from jev.model.backbone import BackendError, Bound
 from jev.model.buckets import Bucket, choose, row_counts

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import Export
+from jev.checkpoint.opening import Export
 from jev.model import row_pool, weights
 from jev.model.backbone import Bound
 from jev.model.forward import forward

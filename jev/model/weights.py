@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev_kernels.reference import TURN
 
 Tensors = Mapping[str, np.ndarray]                   # BF16 (uint16) by the checkpoint's names, their prefix stripped

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout works without being installed
 
-from jev.export.export import main  # noqa: E402
+from jev.export.command import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

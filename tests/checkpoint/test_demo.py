@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from jev import cli
 from jev.checkpoint.checked_json import CheckpointError
-from jev.checkpoint.checkpoint import open_export
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX, VOCAB_SIZE, write_demo_checkpoint
+from jev.checkpoint.opening import open_export
 from jev.model.numpy_backbone import NumpyBackbone
 from jev_kernels import bf16
 
@@ -53,7 +55,7 @@ def test_the_same_seed_gives_the_same_files(demo, tmp_path):
     assert digest(tmp_path / "again") == digest(demo.path)
     write_demo_checkpoint(tmp_path / "other", seed=1)
     changed = {name for name, sha in digest(tmp_path / "other").items() if sha != digest(demo.path)[name]}
-    assert changed == {"model.safetensors", "open_jev_export.json"}
+    assert changed == {"model.safetensors", "open_jev_export.json", "SHA256SUMS"}
 
 
 def test_its_tokenizer(demo, tokenization_vectors):
@@ -97,6 +99,14 @@ def test_overwriting(demo, tmp_path):
     assert digest(path) != digest(demo.path) and open_export(path).demo
     write_demo_checkpoint(tmp_path / "new" / "demo", overwrite=True)  # nothing to overwrite: folders are made
     assert digest(tmp_path / "new" / "demo") == digest(demo.path)
+
+
+@pytest.mark.parametrize("manifest", ["[]", "7", "null", '"demo"', "[" * 50000, "{", '{"demo": 1}'])
+def test_whatever_stands_in_the_manifest_is_no_traceback(tmp_path, capsys, manifest):
+    (tmp_path / "open_jev_export.json").write_text(manifest)
+    assert cli.main(["demo-checkpoint", str(tmp_path), "--overwrite"]) == 1
+    assert re.match(r"jev: /.*(is not a demo checkpoint, so|is not valid JSON)", capsys.readouterr().err)
+    assert (tmp_path / "open_jev_export.json").read_text() == manifest
 
 
 def test_only_a_demo_is_overwritten(tmp_path):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jev.checkpoint.checkpoint import open_export
 from jev.checkpoint.demo import write_demo_checkpoint
+from jev.checkpoint.opening import open_export
 from jev.engine import Engine
 from jev.model.backends import open_backbone
 from jev.settings import Settings

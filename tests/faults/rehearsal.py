@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from jev import cli
-from jev.checkpoint import checkpoint
+from jev.checkpoint import pinned
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX
-from jev.export import export
+from jev.export import command, merge
 from tests.export_inputs import CONFIG, SOURCE, write_base, write_checkpoint
 from tests.faults.harness import ROOT, connect, eventually, free_port
 
@@ -135,14 +135,14 @@ def start(name: str, steps: dict[str, str], folder: Path, env: dict[str, str], p
 
 
 def main(argv: list[str]) -> int:
-    checkpoint.PINNED = (*checkpoint.PINNED, SOURCE)
+    pinned.PINNED = (*pinned.PINNED, SOURCE)
     torch, *rest = argv
     if torch == "absent":
         sys.modules |= {"torch": None, "transformers": None}
     elif torch == "stand-ins":
-        export.torch_matmul = np.matmul
-        export.read_head = lambda path, width: (WEIGHT, BIAS)
-        export.chat_frame = lambda base: (CHAT_PREFIX, CHAT_SUFFIX)
+        merge.torch_matmul = np.matmul
+        command.read_head = lambda path, width: (WEIGHT, BIAS)
+        command.chat_frame = lambda base: (CHAT_PREFIX, CHAT_SUFFIX)
     return cli.main(rest)
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import pytest
 
-from jev.checkpoint.checkpoint import PINNED
+from jev.checkpoint.pinned import PINNED
 from jev.gateway.app import GatewaySettings
 from jev.settings import Settings
 from tests.faults.harness import ROOT
@@ -62,7 +62,7 @@ def test_every_setting_is_in_the_recipe_with_its_default():
     for f in fields(Settings):
         row = rows[f.metadata["env"][0]]
         assert row[2].strip("` ") == (f.metadata["flag"] or "")
-        expected = {"graph": "1", "drain_seconds": "60", "api_key": "none"}.get(f.name, f.default)
+        expected = {"graph": "1", "verify": "0", "drain_seconds": "60", "api_key": "none"}.get(f.name, f.default)
         assert f.default is None and f.name != "api_key" or row[3].strip() == str(expected), row
     for f in fields(GatewaySettings):
         row = rows["OMNI_JEV_" + f.name.upper()]

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextModel
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model.weights import attention_columns, gdn_columns
 from tests.parity_reference import text_config
 from tests.torch_ops import gate_and_up

@@ -9,7 +9,7 @@ import pytest
 
 from jev import contract
 from jev.audit import paired
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.engine import Engine
 from jev.model import row_pool
 from jev.model.backends import open_backbone

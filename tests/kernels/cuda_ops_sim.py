@@ -12,7 +12,7 @@ import ctypes
 import numpy as np
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model.buckets import Bucket
 from jev.model.cuda_backbone import CudaBackbone
 from jev.model.ops.cuda_buffers import Buffers, CudaWeights

@@ -4,6 +4,8 @@ What kernels compute has its own tests. Here it is the wiring: which buffer is w
 """
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from jev.audit import paired
 from jev.model import row_pool, weights
 from jev.model.backbone import BackendError
 from jev.model.buckets import Bucket
+from jev.model.finite import explain
 from jev.model.forward import forward
 from jev.model.ops.audit import AuditOps, Pair
 from jev.model.ops.numpy import NumpyOps
@@ -89,6 +92,16 @@ def test_forward():
             cleared = not x.last and x.name in ("x", "act", "mixed")
             expected = 0 if cleared else cuda_ops_sim.POISON
             assert len(beyond) and (beyond.view(np.uint16) == expected).all(), x.name
+
+
+def test_a_forward_that_is_not_finite_is_looked_into():
+    c = config(models.L, models.F, heads=1, value_heads=1)
+    tensors = models.tensors(c)
+    tensors["layers.1.self_attn.q_norm.weight"][3] = 0x7FC0
+    made = cuda_ops_sim.Backbone(c, tensors, [Bucket(8)], LENGTH)
+    assert explain(SimpleNamespace(tensors=tensors), made, [np.array([7, 3], np.int32)]) == (
+        "the first result that is not finite is that of qk_rope in layers.1 with layers.1.q_norm, layers.1.k_norm, "
+        "and layers.1.self_attn.q_norm.weight[3] is NaN")
 
 
 def test_what_gemms_read_is_zero_behind_the_live_rows_whatever_came_before():

@@ -13,12 +13,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from jev.checkpoint import checkpoint, weight_files
+from jev.checkpoint import pinned, weight_files
 from jev.checkpoint.checked_json import CheckpointError
-from jev.checkpoint.checkpoint import Manifest, ModelConfig, Pinned, open_export
+from jev.checkpoint.config import ModelConfig
+from jev.checkpoint.config_fields import unknown_fields
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX
+from jev.checkpoint.manifest import Manifest
+from jev.checkpoint.opening import open_export
+from jev.checkpoint.pinned import Pinned
 from jev.contract import parse_request
-from jev.export import export
+from jev.export import command, lora, merge, pieces
+from jev.export.inputs import chat_frame, read_head
 from jev.model.numpy_backbone import NumpyBackbone
 from jev.processor import Processor
 from tests.export_inputs import F, L, edit_json, write_json, write_tokenizer
@@ -108,9 +113,9 @@ def bits(folder: Path) -> dict[str, bytes]:
 def test_every_tensor_is_bit_equal_to_the_reference(tmp_path, monkeypatch, model, seed, base, adapter):
     source = make_base(tmp_path / "base", MODELS[model], seed, **base)
     make_checkpoint(tmp_path / "checkpoint", tmp_path / "base", seed, **adapter)
-    monkeypatch.setattr(checkpoint, "PINNED", (source,))
-    monkeypatch.setattr(export, "PIECE_BYTES", 4096)
-    export.export_merged(tmp_path / "base", tmp_path / "checkpoint", tmp_path / "out", shard_bytes=10**6)
+    monkeypatch.setattr(pinned, "PINNED", (source,))
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
+    command.export_merged(tmp_path / "base", tmp_path / "checkpoint", tmp_path / "out", shard_bytes=10**6)
     reference_export(tmp_path / "base", tmp_path / "checkpoint" / "adapter", tmp_path / "reference")
     ours, theirs = bits(tmp_path / "out"), bits(tmp_path / "reference")
     assert ours.keys() == theirs.keys()
@@ -135,14 +140,14 @@ def inputs(tmp_path_factory) -> tuple[Path, Pinned]:
 
 @pytest.fixture
 def folder(inputs, monkeypatch) -> Path:
-    monkeypatch.setattr(checkpoint, "PINNED", (inputs[1],))
+    monkeypatch.setattr(pinned, "PINNED", (inputs[1],))
     return inputs[0]
 
 
 def test_scores_are_those_of_the_reference_export(folder, tmp_path):
     """The command's export and the reference's give the same bits, and Transformers' scores to BF16's accuracy."""
     arguments = [f"--{name}={folder / name}" for name in ("base", "checkpoint")]
-    assert export.main([*arguments, f"--out={tmp_path / 'out'}", "--max-length=512"]) == 0
+    assert command.main([*arguments, f"--out={tmp_path / 'out'}", "--max-length=512"]) == 0
     reference_export(folder / "base", folder / "checkpoint/adapter", tmp_path / "reference")
     write_tokenizer(tmp_path / "reference")
     head = torch.load(folder / "checkpoint/head.pt", weights_only=True)
@@ -169,7 +174,7 @@ def test_scores_are_those_of_the_reference_export(folder, tmp_path):
 
 
 def test_the_chat_frame_is_the_templates(folder):
-    assert export.chat_frame(folder / "base") == (CHAT_PREFIX, CHAT_SUFFIX)
+    assert chat_frame(folder / "base") == (CHAT_PREFIX, CHAT_SUFFIX)
 
 
 @pytest.mark.parametrize("template, words", [
@@ -179,7 +184,7 @@ def test_templates_that_are_refused(tmp_path, template, words):
     (tmp_path / "chat_template.jinja").write_text(template)
     write_json(tmp_path / "config.json", {"model_type": "qwen3_5"})
     with pytest.raises(CheckpointError, match=words):
-        export.chat_frame(tmp_path)
+        chat_frame(tmp_path)
 
 
 class Attack:
@@ -201,7 +206,7 @@ class Attack:
 def test_heads_that_are_refused(tmp_path, head, words):
     torch.save(head, tmp_path / "head.pt")
     with pytest.raises(CheckpointError, match=f"head.pt: .*{words}"):
-        export.read_head(tmp_path / "head.pt", 256)
+        read_head(tmp_path / "head.pt", 256)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -209,16 +214,16 @@ def test_heads_that_are_refused(tmp_path, head, words):
 def test_heads_that_are_no_files_of_torch(tmp_path, content):
     (tmp_path / "head.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match="head.pt"):
-        export.read_head(tmp_path / "head.pt", 256)
+        read_head(tmp_path / "head.pt", 256)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        export.read_head(tmp_path / "absent.pt", 256)
+        read_head(tmp_path / "absent.pt", 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_heads_keep_their_numbers(tmp_path, dtype):
     weight, bias = torch.randn(1, 256).to(dtype), torch.randn(1).to(dtype)
     torch.save({"weight": weight, "bias": bias}, tmp_path / "head.pt")
-    found = export.read_head(tmp_path / "head.pt", 256)
+    found = read_head(tmp_path / "head.pt", 256)
     assert found == (weight.float()[0].tolist(), bias.float().item())
 
 
@@ -233,11 +238,11 @@ def test_a_delta_that_is_not_finite(folder, tmp_path):
     state["base_model.model.layers.3.linear_attn.out_proj.lora_A.weight"][1, 1] = float("nan")
     save_file(state, adapter / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="layers.3.linear_attn.out_proj.weight is not finite"):
-        export.export_merged(folder / "base", tmp_path / "checkpoint", tmp_path / "out")
+        command.export_merged(folder / "base", tmp_path / "checkpoint", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.unfinished").exists()
     edit_json(adapter / "adapter_config.json", r=None)
     with pytest.raises(CheckpointError, match="r: is missing"):
-        export.export_merged(folder / "base", tmp_path / "checkpoint", tmp_path / "out")
+        command.export_merged(folder / "base", tmp_path / "checkpoint", tmp_path / "out")
 
 
 @pytest.mark.parametrize("shape", [(12288, 16, 5120), (5120, 32, 6144), (1024, 64, 5120), (16384, 16, 4096)])
@@ -251,7 +256,7 @@ def test_the_product_does_not_depend_on_threads(shape):
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(export.torch_matmul(b, a))
+            results.append(merge.torch_matmul(b, a))
     finally:
         torch.set_num_threads(before)
     assert all(np.array_equal(results[0], other) for other in results[1:])
@@ -268,7 +273,7 @@ def test_one_layer_of_the_real_size(tmp_path, outer, inner, rank):
     save_file({"w": layer.base_layer.weight.data, "a": layer.lora_A["default"].weight.data,
                "b": layer.lora_B["default"].weight.data}, tmp_path / "x.safetensors")
     entries = weight_files.read_header(tmp_path / "x.safetensors")
-    ours = export.merged_pieces("w", entries["w"], export.Adapter(1.5, {"w": (entries["a"], entries["b"])}))
+    ours = merge.merged_pieces("w", entries["w"], lora.Adapter(1.5, {"w": (entries["a"], entries["b"])}))
     merged = model.merge_and_unload(safe_merge=True)["q_proj"].weight.data.view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(np.concatenate([*ours]), merged.reshape(-1))
 
@@ -281,3 +286,8 @@ def test_configurations_of_transformers_are_understood(tmp_path):
         config.text_config.save_pretrained(tmp_path)
         alone = ModelConfig.from_json(json.loads((tmp_path / "config.json").read_text()))
         assert whole == alone and whole.layer_types == tuple(text["layer_types"]) and whole.rotary_dim == 64
+
+
+def test_every_field_of_transformers_configuration_is_in_a_table():
+    config = Qwen3_5Config(text_config={"layer_types": [L, F], "num_hidden_layers": 2}).to_dict()
+    assert unknown_fields(config) == []

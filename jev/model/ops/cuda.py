@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model.buckets import Bucket
 from jev.model.ops.cuda_buffers import Activation, Buffers, CudaWeights, DevicePool, Weight
 from jev.model.weights import attention_columns, gdn_columns

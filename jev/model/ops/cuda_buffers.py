@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model.buckets import MAX_SLOTS, Bucket
 from jev.model.weights import Spec, in_proj_width
 from jev_kernels import reference

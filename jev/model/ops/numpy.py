@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jev.checkpoint.checkpoint import ModelConfig
+from jev.checkpoint.config import ModelConfig
 from jev.model.row_pool import RowPool
 from jev.model.weights import attention_columns, gdn_columns
 from jev_kernels import bf16, reference
