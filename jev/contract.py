@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from jev.errors import JevError
 from jev.strict_json import StrictJSONError, excerpt, parse, render
 
 MAX_BODY_BYTES = 4 << 20
@@ -33,7 +34,7 @@ ENDINGS = (_IS_CORRECT, _IS_YES)        # the last part of every prompt is one o
 _ABSENT = object()
 
 
-class ContractError(ValueError):
+class ContractError(JevError, ValueError):
     """A request that the contract refuses (422).
 
     errors: a list of {"loc": ["body", ...], "msg": str, "type": str}, at least one, at most MAX_ERRORS.

@@ -50,9 +50,9 @@ class Engine:
         manifest = export.manifest
         self.max_rows = min(settings.batch_rows or backbone.max_rows, backbone.max_rows)
         if manifest.max_length > self.max_rows:
-            advice = "" if manifest.max_length > backbone.max_rows else " or raise OPEN_JEV_BATCH_ROWS"
+            advice = "" if manifest.max_length > backbone.max_rows else f" or raise {settings.named('batch_rows')}"
             raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
-                               f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH{advice}")
+                               f"{self.max_rows} rows: lower {settings.named('max_length')}{advice}")
         self.processor = Processor.of(export)
         self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe)
         prompt, = contract.parse_request(WARM_UP, export.model_names).questions[0].prompts

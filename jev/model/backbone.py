@@ -11,13 +11,14 @@ from typing import Protocol
 import numpy as np
 
 from jev.checkpoint.checkpoint import Export
+from jev.errors import JevError
 from jev.model import row_pool, weights
 from jev.model.ops import Matrix, Ops
 from jev.model.row_pool import RowPool
 from jev.model.weights import Layer, Model
 
 
-class BackendError(RuntimeError):
+class BackendError(JevError, RuntimeError):
     """A backend cannot be used, or a forward pass failed; the message says what is needed or what happened."""
 
 
