@@ -98,6 +98,8 @@ class Engine:
             # rows: distinct token rows of this request, whatever else shared the forward.
             "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": rows},
         }
+        if request.ignored:
+            metadata["ignored_fields"] = list(request.ignored)
         if self.export.demo:
             metadata |= {"demo": True, "notice": DEMO_NOTICE}
         usage = {"input_tokens": sum(map(len, sequences)), "output_tokens": 0}

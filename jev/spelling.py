@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LONGEST = 64        # characters of a name that are looked at
 SHORT = 5           # letters of a name in which one slip is allowed; in a longer one two are
 
 
@@ -17,7 +18,7 @@ def meant(name: str, known: Iterable[str]) -> str | None:
 
     A slip is a letter too many, too few, a wrong one, or two that changed places; a short name may have one, others two.
     """
-    written, best, fewest = letters(name), None, 3
+    written, best, fewest = letters(name[:LONGEST]), None, 3
     for candidate in known:
         right = letters(candidate)
         allowed = 1 if len(right) <= SHORT else 2

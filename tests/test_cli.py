@@ -75,7 +75,8 @@ def test_serve_help_lists_flags_and_variables(capsys):
 
 @pytest.mark.parametrize("args, words", [
     (["serve", "/nowhere", "--port", "0"], "jev: /nowhere: no such export folder"),
-    (["score", "/nowhere.jsonl", "/nowhere"], "jev: /nowhere.jsonl: No such file"), (["score", ".", "/nowhere"], "Is a directory"),
+    (["score", "/nowhere.jsonl", "/nowhere"], "jev: /nowhere.jsonl: No such file"),
+    (["score", ".", "/nowhere"], "jev: .: Is a directory"),
     (["check", "/nowhere"], "no such export folder"),
     (["demo", "--request", "/nowhere.json"], "jev: /nowhere.json: No such file"),
     (["serve", "--model", "/nowhere", "--host", "203.0.113.1", "--port", "0"], "Cannot assign")])
@@ -175,8 +176,8 @@ def test_a_port_in_use_is_named(capsys):
 
 def test_sigterm_before_the_worker_has_loaded_ends_it_in_order(tmp_path):
     (tmp_path / "flask.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
-    process = subprocess.Popen([sys.executable, "-m", "jev", "serve", "/nowhere", "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE,
-                               env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-m", "jev", "serve", "/nowhere", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     with process:
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGTERM)
