@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jev.settings import Settings, SettingsError, remarks
+from jev.settings import Settings, SettingsError, misspelt, remarks
 
 
 def test_defaults():
@@ -91,3 +91,16 @@ def test_what_kubernetes_sets_for_a_service_is_ignored_with_a_line(value):
 def test_variables_that_are_nearly_settings(name, right):
     found = remarks({name: "81", "PATH": "/bin"})
     assert found == ([] if right is None else [f"{name}: no such setting, so it has no effect; {right} was meant?"])
+
+
+def test_the_gateway_has_variables_of_its_own(monkeypatch, capsys):
+    from jev.gateway.app import main
+    names = ["OMNI_JEV_BIND", "OMNI_JEV_BACKEND_URL"]
+    service = {"OMNI_JEV_PORT": "tcp://10.96.0.7:80", "OMNI_JEV_SERVICE_PORT": "80", "OPEN_JEV_PRT": "1"}
+    assert misspelt({"OMNI_JEV_BACKEND_URLS": "x", **service}, names, names) == [
+        "OMNI_JEV_BACKEND_URLS: no such setting, so it has no effect; OMNI_JEV_BACKEND_URL was meant?"]
+    monkeypatch.setenv("OMNI_JEV_BNID", "127.0.0.1:0")
+    assert main(["--queue", "x"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "jev frontend: OMNI_JEV_BNID: no such setting, so it has no effect; OMNI_JEV_BIND was meant?"
+    assert said[1].startswith("jev frontend: --queue: expected")
