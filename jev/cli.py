@@ -31,7 +31,8 @@ the model once, and gives calibrated probabilities. Nothing is generated.
 """
 EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
-SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "batch_rows", "drain_seconds")
+SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "queue_mb", "batch_rows",
+               "drain_seconds")
 MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows")
 
 
@@ -59,7 +60,7 @@ def open_engine(settings: Settings) -> Engine:
     """Load the export of ``settings``, warm it up and say what it is. Raises errors for which ``main`` has words."""
     from jev.checkpoint.checkpoint import open_export
     from jev.engine import DEMO_NOTICE, Engine
-    from jev.model.backbone import open_backbone
+    from jev.model.backends import open_backbone
     export = open_export(settings.model, settings.max_length)
     say(f"model: {describe(export)}")
     if export.demo:

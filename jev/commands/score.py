@@ -18,7 +18,7 @@ from tqdm import tqdm
 from jev import json_lines
 from jev.cli import open_engine, say
 from jev.contract import MAX_BODY_BYTES
-from jev.engine import ContractError, Engine, InferenceError
+from jev.engine import ContractError, Engine, InferenceError, QueueFull, RequestTooLarge
 from jev.errors import JevError
 from jev.terminal import render, shows_unicode
 
@@ -91,12 +91,18 @@ def _write(text: str) -> None:
 def _score_one(engine: Engine, body: bytes | None, stop: threading.Event) -> dict[str, Any]:
     if body is None:
         return _failure("request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
-    try:
-        return engine.answer(body, stop.is_set)
-    except ContractError as error:
-        return {"error": str(error), "detail": error.errors}
-    except InferenceError as error:
-        return _failure("inference_error", str(error))
+    while True:
+        try:
+            return engine.answer(body, stop.is_set)
+        except QueueFull as full:           # of memory: places are enough. Others will be done
+            if stop.wait(full.retry_after):
+                raise
+        except ContractError as error:
+            return {"error": str(error), "detail": error.errors}
+        except RequestTooLarge as error:
+            return _failure("request_too_large", str(error))
+        except InferenceError as error:
+            return _failure("inference_error", str(error))
 
 
 def _failure(error_type: str, message: str) -> dict[str, Any]:
