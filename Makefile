@@ -28,6 +28,7 @@ have=$$(cat $(1)/.stamp 2>/dev/null || true)
 case "$$have " in
 "$$key "*" $(2) "*) ;;
 *)
+    test -w . || { echo "$$PWD cannot be written to, and all that is needed is installed in it: use a copy" >&2; exit 1; }
     case "$$have " in
     "$$key "*) ;;
     *)

@@ -36,6 +36,7 @@ from jev.settings import Settings
 CLIENT_CLOSED_REQUEST = 499             # for the log: nobody is there to receive it
 EXCHANGE = "jev.exchange"                 # of the WSGI environment
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+_PATHS = "POST /v1/systemone, GET /health and GET /v1/models"
 # The second name is the one under which System One clients look.
 REQUEST_ID_HEADERS = ("X-Request-Id", "X-TypeSafe-Request-Id")
 
@@ -166,8 +167,8 @@ def _http_error(error: HTTPException, request: Request) -> Response:
     if isinstance(error, RequestEntityTooLarge):
         return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
     name = error.name.lower().replace(" ", "_")
-    message = {404: "no such path", 405: "this path does not take this method"}.get(error.code, error.name)
-    response = _error(error.code, name, message)
+    message = {404: f"no such path; there are {_PATHS}", 405: f"this path does not take this method; there are {_PATHS}"}
+    response = _error(error.code, name, message.get(error.code, error.name))
     for header, value in error.get_headers():
         if header.lower() != "content-type":            # such as Allow
             response.headers[header] = value

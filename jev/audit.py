@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from jev import contract
 from jev.arguments import Parser
 from jev.checkpoint.opening import Export, open_export
+from jev.cli import say
 from jev.model import row_pool, weights
 from jev.model.backbone import Backbone
 from jev.model.backends import open_backbone
@@ -56,15 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exits with 1 if anything is not finite; how close is close enough the reader decides."""
     parser = Parser(prog="jev audit", description=__doc__.split("\n\n")[1],
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("export", type=Path, help="folder of the export")
     parser.add_argument("--request", type=Path, help="a request (JSON) to audit with; default: a small example")
-    parser.add_argument("--backend", choices=("auto", "cuda", "numpy"), default="auto")
     parser.add_argument("--json", type=Path, help="write every record here")
+    parser.add_settings(["model", "backend", "max_length"])
     args = parser.parse_args(argv)
-    export = open_export(args.export)
-    request = contract.parse_request(args.request.read_bytes() if args.request else EXAMPLE, export.model_names)
+    settings = args.settings
+    for remark in args.remarks:
+        say(f"jev audit: {remark}")
+    body = args.request.read_bytes() if args.request else EXAMPLE
+    export = open_export(settings.model, settings.max_length)
+    request = contract.parse_request(body, export.model_names)
     sequences = Processor.of(export).encode(request)
-    backbone = open_backbone(export, args.backend, log=lambda line: print(line, file=sys.stderr))
+    backbone = open_backbone(export, settings.backend, settings.max_length, log=say)
     try:
         records, whole = audit(export, backbone, sequences)
     finally:
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(as_json(records, whole), indent=1))
     finite = all(np.isfinite(r.relative) for found in records.values() for r in found) and np.isfinite(whole.relative)
     if not finite:
-        print("something is not finite", file=sys.stderr)
+        say("something is not finite")
     return 0 if finite else 1
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from jev.errors import JevError
+from jev.spelling import letters, meant
 from jev.strict_json import StrictJSONError, excerpt, parse, render
 
 MAX_BODY_BYTES = 4 << 20
@@ -26,6 +28,12 @@ MIN_LEVELS, MAX_LEVELS = 2, 10
 MAX_CANDIDATES = 65_536
 MAX_ERRORS = 16
 
+MAX_IGNORED = 16                        # fields that a response names
+MAX_NAMES = 512                         # different unknown names of a request that are compared with the known ones
+
+BODY_FIELDS = ("model", "state", "questions")
+QUESTION_FIELDS = ("type", "instructions", "criteria")
+ORDINARY = frozenset({"mode", "modal"})  # words of their own, though a letter away from one of these
 KINDS = ("choice", "score", "noul")
 _IS_CORRECT = "Is this proposed answer correct? Answer Yes or No."
 _IS_YES = "Is the answer to this question yes? Answer Yes or No."
@@ -33,7 +41,7 @@ ENDINGS = (_IS_CORRECT, _IS_YES)        # the last part of every prompt is one o
 _ABSENT = object()
 
 
-class ContractError(ValueError):
+class ContractError(JevError, ValueError):
     """A request that the contract refuses (422).
 
     errors: a list of {"loc": ["body", ...], "msg": str, "type": str}, at least one, at most MAX_ERRORS.
@@ -77,9 +85,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Request:
-    """A request that the contract accepts; questions in the order they were sent."""
+    """A request that the contract accepts; questions in the order they were sent.
+
+    ignored: where its fields are that the contract does not know, as "body.questions.late.hint": at most MAX_IGNORED of
+        them, and then one more that says how many there are.
+    """
 
     questions: tuple[Question, ...]
+    ignored: tuple[str, ...] = ()
 
     @property
     def n_candidates(self) -> int:
@@ -91,6 +104,27 @@ class _Problems:
 
     def __init__(self) -> None:
         self.errors: list[dict[str, Any]] = []
+        self.unknown = 0                        # fields that mean nothing here
+        self._first: list[str] = []             # where the first of them are
+        self._meant: dict[tuple[str, tuple[str, ...]], str | None] = {}
+
+    def meant(self, name: str, known: tuple[str, ...]) -> str | None:
+        """`jev.spelling.meant`, each name compared once and no more than MAX_NAMES of them."""
+        if (name, known) not in self._meant:
+            if len(self._meant) == MAX_NAMES or name in ORDINARY:
+                return None
+            self._meant[name, known] = meant(name, known)
+        return self._meant[name, known]
+
+    def ignore(self, path: Sequence[str]) -> None:
+        """Note a field that is accepted and has no effect."""
+        self.unknown += 1
+        if self.unknown <= MAX_IGNORED:
+            self._first.append(excerpt(".".join(map(str, _loc(*path))), 160))
+
+    def ignored(self) -> list[str]:
+        more = self.unknown - len(self._first)
+        return self._first + ([f"and {more} more"] if more else [])
 
     def add(self, loc: Sequence[str | int], msg: str, type: str) -> None:
         self.errors.append({"loc": list(loc), "msg": msg, "type": type})
@@ -121,13 +155,15 @@ def parse_request(body: bytes, model_names: Collection[str]) -> Request:
         raise _problem(_loc(), f"the body must be an object, not {_kind(value)}", "wrong_type")
 
     problems = _Problems()
+    _check_names(value, BODY_FIELDS, (), problems)
     _check_model(value.get("model"), model_names, problems)
     _check_text(value.get("state", _ABSENT), _loc("state"), problems)
     _check_questions(value.get("questions", _ABSENT), problems)
     problems.raise_if_any()
 
     context = f"Context:\n{render(value['state'])}\n\n"
-    return Request(tuple(_question(id, question, context) for id, question in value["questions"].items()))
+    questions = tuple(_question(id, question, context) for id, question in value["questions"].items())
+    return Request(questions, tuple(problems.ignored()))
 
 
 def _loc(*path: str | int) -> list[str | int]:
@@ -139,6 +175,22 @@ def _kind(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else "a boolean"
     return {str: "a string", dict: "an object", list: "an array"}.get(type(value), "a number")
+
+
+def _check_names(fields: Mapping[str, Any], known: tuple[str, ...], path: Sequence[str], problems: _Problems) -> None:
+    """Refuse fields that are nearly one of the `known` ones at this place; note the others that are not known.
+
+    What is there by its right name is not what another field was meant for: "states" beside "state" belongs to somebody
+    else, unless it differs in case or hyphens alone.
+    """
+    unknown = [name for name in fields if name not in known]
+    absent = tuple(name for name in known if name not in fields) if unknown else ()
+    for name in unknown:
+        right = problems.meant(name, absent) or next((other for other in known if letters(other) == letters(name[:64])), None)
+        if right is None:
+            problems.ignore((*path, name))
+        else:
+            problems.add(_loc(*path, name), f"is not a field here; did you mean {right!r}?", "misspelt_field")
 
 
 def _check_model(model: Any, model_names: Collection[str], problems: _Problems) -> None:
@@ -180,6 +232,7 @@ def _check_question(id: str, question: Any, problems: _Problems) -> int:
     if not isinstance(question, dict):
         problems.add(_loc("questions", id), f"must be an object, not {_kind(question)}", "wrong_type")
         return 0
+    _check_names(question, QUESTION_FIELDS, ("questions", id), problems)
     _check_text(question.get("instructions", _ABSENT), _loc("questions", id, "instructions"), problems)
     kind = question.get("type", _ABSENT)
     if kind is _ABSENT:

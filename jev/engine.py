@@ -61,9 +61,9 @@ class Engine:
         manifest = export.manifest
         self.max_rows = min(settings.batch_rows or backbone.max_rows, backbone.max_rows)
         if manifest.max_length > self.max_rows:
-            advice = "" if manifest.max_length > backbone.max_rows else " or raise OPEN_JEV_BATCH_ROWS"
+            advice = "" if manifest.max_length > backbone.max_rows else f" or raise {settings.named('batch_rows')}"
             raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
-                               f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH{advice}")
+                               f"{self.max_rows} rows: lower {settings.named('max_length')}{advice}")
         self.processor = Processor.of(export)
         self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe, settings.queue_mb * MIB)
         self._large = threading.Lock()
@@ -110,6 +110,8 @@ class Engine:
             # rows: distinct token rows of this request, whatever else shared the forward.
             "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": sequences.rows},
         }
+        if request.ignored:
+            metadata["ignored_fields"] = list(request.ignored)
         if self.export.demo:
             metadata |= {"demo": True, "notice": DEMO_NOTICE}
         usage = {"input_tokens": sequences.total, "output_tokens": 0}

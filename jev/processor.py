@@ -24,6 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
 from jev.contract import ENDINGS, MAX_ERRORS, ContractError, Question, Request
+from jev.errors import JevError
 from jev.model.sequences import ID, Sequences, common_prefix
 from jev.strict_json import excerpt
 
@@ -49,7 +50,7 @@ QWEN3_5_SPLIT = _WORDS % (r"[\p{L}\p{M}]", r"\p{L}\p{M}")
 QWEN2_SPLIT = _WORDS % (r"\p{L}", r"\p{L}")
 
 
-class ProcessorError(ValueError):
+class ProcessorError(JevError, ValueError):
     """A tokenizer.json that cannot serve the checkpoint."""
 
 

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jev.errors import JevError
 from jev.model.sequences import Sequences
 
 logger = logging.getLogger("jev.scheduler")
@@ -77,7 +78,7 @@ class Cancelled(Exception):
     """The client is gone; nobody waits for the answer."""
 
 
-class InferenceError(RuntimeError):
+class InferenceError(JevError, RuntimeError):
     """The forward pass of this request failed or gave a score that is not finite. The cause is in the log."""
 
 

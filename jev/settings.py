@@ -6,17 +6,27 @@ One variable of a library counts too: ``OPENBLAS_NUM_THREADS``, which ``jev/cli.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from jev.errors import UsageError
+from jev.spelling import distance, letters, meant
 
 BACKENDS = ("auto", "cuda", "numpy")
 MAX_LENGTH_LIMIT = 16384
 
 
-class SettingsError(ValueError):
-    """A setting with an impossible value; the message names the variable, never a secret's value."""
+# What Kubernetes (and Docker's links) put into the environment of every container for a Service named open-jev. One of
+# the names is a setting's; its value tells the two apart.
+SERVICE = re.compile(r"(tcp|udp|sctp)://\S+:\d+", re.ASCII)
+PREFIX = re.compile(r"[A-Z0-9]+_[A-Z0-9]+_")              # of a variable's name: OPEN_JEV_, OMNI_JEV_, CUA_S1_
+
+
+class SettingsError(UsageError, ValueError):
+    """Settings with impossible values, a line each; a line names the flag or the variable, never a secret's value."""
 
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
@@ -105,23 +115,74 @@ class Settings:
     api_key: str | None = field(default=None, repr=False, metadata={
         "env": ["OPEN_JEV_API_KEY"], "parse": _secret, "flag": None,
         "help": "required as `Authorization: Bearer KEY` on /v1/* when set (no flag: others could read it in ps)"})
+    # Field name -> the flag or variable that it came from, for what came from one.
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str], **flags: str | None) -> Settings:
+    def from_environment(cls, environ: Mapping[str, str], names: Collection[str] | None = None,
+                         **flags: str | None) -> Settings:
         """Settings from ``environ``, overridden by ``flags`` (field name -> text, None when not given).
 
-        A variable set to nothing counts as unset, except the key's. Raises SettingsError naming the source.
+        names: the fields that the caller uses, None for all; the variables of the others are not looked at. A variable
+        set to nothing counts as unset, except the key's, and so does one that holds what Kubernetes puts there. Raises
+        SettingsError with a line for every value that is impossible.
         """
-        values = {}
-        for f in fields(cls):
+        values, sources, wrong = {}, {}, []
+        for f in settable(names):
             text, source = flags.get(f.name), f.metadata["flag"]
             if text is None:
                 source = next((name for name in f.metadata["env"] if environ.get(name)), f.metadata["env"][0])
                 text = environ.get(source)
-                if text is None or (not text and f.name != "api_key"):
+                if text is None or (not text and f.name != "api_key") or is_of_a_service(source, text):
                     continue
             try:
-                values[f.name] = f.metadata["parse"](text)
+                values[f.name], sources[f.name] = f.metadata["parse"](text), source
             except ValueError as error:
-                raise SettingsError(f"{source}: {error}") from None
-        return cls(**values)
+                wrong.append(f"{source}: {error}")
+        if wrong:
+            raise SettingsError("\n".join(wrong))
+        return cls(**values, sources=sources)
+
+    def named(self, name: str) -> str:
+        """What a person calls the field: the flag or variable that set it, or the flag that would."""
+        return self.sources.get(name, self.__dataclass_fields__[name].metadata["flag"])
+
+
+def settable(names: Collection[str] | None = None) -> Iterator:
+    """The fields of Settings that have a variable: those of ``names``, in the order of the class, or all."""
+    return (f for f in fields(Settings) if "env" in f.metadata and (names is None or f.name in names))
+
+
+def is_of_a_service(name: str, value: str) -> bool:
+    """Whether a variable is one that Kubernetes sets for a Service, whatever else its name may mean."""
+    return name.endswith("_PORT") and SERVICE.fullmatch(value) is not None
+
+
+def remarks(environ: Mapping[str, str], names: Collection[str] | None = None, **flags: str | None) -> list[str]:
+    """Lines about variables that have no effect though somebody may think so: of a Service, or misspelt. For the fields
+    of ``names``; one that is set by a flag (``flags`` as for ``from_environment``) needs no word."""
+    found = []
+    for f in settable(names):
+        if flags.get(f.name) is None:
+            found += [f"{name}: ignored: {environ[name]:.80} is what Kubernetes sets for a Service of that name "
+                      f"(enableServiceLinks: false keeps it away); {f.metadata['flag']} sets the {f.name}"
+                      for name in f.metadata["env"] if is_of_a_service(name, environ.get(name, ""))]
+    return found + misspelt(environ, [name for f in settable(names) for name in f.metadata["env"]],
+                            [name for f in settable() for name in f.metadata["env"]])
+
+
+def misspelt(environ: Mapping[str, str], used: Collection[str], known: Collection[str]) -> list[str]:
+    """A line for each variable that is not ``known`` and whose name is nearly that of one that is ``used``."""
+    return [f"{name}: no such setting, so it has no effect; {right} was meant?" for name, value in environ.items()
+            if name not in known and not is_of_a_service(name, value) and (right := _meant(name, known)) in used]
+
+
+def _meant(name: str, known: Collection[str]) -> str | None:
+    """After a prefix that is right the rest alone is compared: OPEN_JEV_HOME is not nearly OPEN_JEV_HOST."""
+    written = letters(name)
+    for prefix in {PREFIX.match(right)[0] for right in known}:
+        if written.startswith(letters(prefix)):
+            rest = meant(written[len(letters(prefix)):], [right[len(prefix):] for right in known if right.startswith(prefix)])
+            return rest and prefix + rest
+    near = (right for right in known if abs(len(right) - len(name)) <= 1 and distance(written, letters(right)) <= 1)
+    return next(near, None)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 BAR = 24
 EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def shows_unicode(stream: TextIO) -> bool:
+    """Whether a stream takes every character."""
+    return (stream.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def bar(p: float, width: int = BAR, unicode: bool = True) -> str:

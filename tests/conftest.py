@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,21 @@ import pytest
 from tokenizers import pre_tokenizers
 
 DATA = Path(__file__).parent / "data"
+
+
+# Of the person who runs the tests, and not of the tests: settings of a worker of theirs, proxies, and the cache folder,
+# whose contents would decide what a test compiles. Taken away before anything reads them; processes inherit it.
+for name in [name for name in os.environ if name.startswith(("OPEN_JEV_", "OMNI_JEV_", "CUA_S1_"))
+             or name.lower().endswith("_proxy") or name == "SSL_CERT_FILE"]:
+    del os.environ[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder of this run's own: nothing is read from the user's, and nothing left in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -142,7 +142,8 @@ def test_the_body_limit_holds_without_a_length(client, length):
     "/", "/v1", "/v1/systemone/", "/v1//systemone", "//health", "/health/", "/v1/models/x", "/static/x", "/favicon.ico",
     "/%2e%2e/etc/passwd"])
 def test_unknown_paths(client, path):
-    check_error(client.get(path), 404, "not_found")
+    found = check_error(client.get(path), 404, "not_found")
+    assert all(there in found["error"] for there in ("POST /v1/systemone", "GET /health", "GET /v1/models"))
     check_error(client.post(path, data=body(request()), headers=JSON), 404)
 
 
@@ -155,6 +156,16 @@ def test_wrong_methods_say_what_is_allowed(client, method, path, allowed):
     assert response.status_code == 405 and set(response.headers["Allow"].split(", ")) == allowed
     if method != "HEAD":
         check_error(response, 405, "method_not_allowed")
+
+
+def test_fields_that_the_contract_does_not_know(client):
+    question = {"type": "noul", "instructions": "Late?"}
+    told = post(client, body(request(q={**question, "weight": 2}) | {"user": "u"})).get_json()
+    assert told["metadata"]["ignored_fields"] == ["body.user", "body.questions.q.weight"]
+    assert "ignored_fields" not in post(client, body(request(q=question))).get_json()["metadata"]
+    refused = check_error(post(client, body(request(q={**question, "critera": {"true": "On time."}}))), 422)
+    assert "did you mean 'criteria'" in refused["error"]
+    assert refused["detail"][0]["loc"] == ["body", "questions", "q", "critera"]
 
 
 def test_every_invalid_vector_is_refused_where_it_says(client, contract_vectors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import jev.model.backends
 from jev import cli
+from jev.commands import demo
 from jev.engine import Engine, QueueFull
 from jev.terminal import bar, render
 from tests.fakes import ROOT, FakeBackbone, body, choice, demo_export, request
@@ -73,21 +75,97 @@ def test_serve_help_lists_flags_and_variables(capsys):
     assert "--api-key" not in shown
 
 
-@pytest.mark.parametrize("args, env, words", [
-    (["serve"], {}, "--model DIR"), (["serve", "--port", "x"], {}, "--port: expected"),
-    (["serve", "--model", "/nowhere"], {}, "/nowhere: no such export folder"),
-    (["serve", "--model", "/nowhere"], {"OPEN_JEV_PORT": "99999"}, "OPEN_JEV_PORT: expected"),
-    (["score", "/nowhere.jsonl"], {}, "/nowhere.jsonl: No such file"), (["score", "setup.cfg"], {}, "--model DIR"),
-    (["score", "."], {}, "Is a directory"),
-    (["check", ".", "--max-length", "abc"], {}, "--max-length: expected an integer"),
-    (["check", "/nowhere"], {}, "no such export folder"),
-    (["serve", "--model", "/nowhere", "--host", "203.0.113.1", "--port", "0"], {}, "Cannot assign")])
-def test_mistakes_get_a_sentence_and_status_1(args, env, words):
-    if args == ["serve"]:
-        env = {"OPEN_JEV_PORT": "0"}
-    shown = run(*args, **env)
-    assert shown.returncode == 1
+@pytest.mark.parametrize("args, words", [
+    (["serve", "/nowhere", "--port", "0"], "jev: /nowhere: no such export folder"),
+    (["score", "/nowhere.jsonl", "/nowhere"], "jev: /nowhere.jsonl: No such file"),
+    (["score", ".", "/nowhere"], "jev: .: Is a directory"),
+    (["check", "/nowhere"], "no such export folder"),
+    (["demo", "--request", "/nowhere.json"], "jev: /nowhere.json: No such file"),
+    (["serve", "--model", "/nowhere", "--host", "203.0.113.1", "--port", "0"], "Cannot assign")])
+def test_what_is_not_there_is_a_sentence_and_status_1(args, words):
+    shown = run(*args)
+    assert shown.returncode == 1 and shown.stderr.count(b"\n") == 1
     assert words.encode() in shown.stderr and b"Traceback" not in shown.stderr and shown.stdout == b""
+
+
+@pytest.mark.parametrize("args, env, lines", [
+    (["srve"], {}, ["jev: no such command; did you mean serve?"]),
+    (["nonsense"], {}, ["jev: no such command"]),
+    (["serve", "/e", "--prot", "80"], {}, ["jev serve: no such flag: --prot; did you mean --port?"]),
+    (["frontend", "--bnid", "x"], {}, ["jev frontend: no such flag: --bnid; did you mean --bind?"]),
+    (["serve", "/e", "--port", "x"], {}, ["jev serve: --port: expected an integer"]),
+    (["serve", "/e"], {"OPEN_JEV_PORT": "99999"}, ["jev serve: OPEN_JEV_PORT: expected an integer"]),
+    (["check", ".", "--max-length", "abc"], {}, ["jev check: --max-length: expected an integer"]),
+    (["demo-checkpoint", "x", "--seed", "-1"], {}, ["jev demo-checkpoint: --seed: expected an integer"]),
+    (["serve"], {}, ["jev serve: which export? Give EXPORT"]), (["score", "x"], {}, ["jev score: which export?"]),
+    (["check"], {}, ["jev check: which export?"]), (["audit"], {}, ["jev audit: which export?"]),
+    (["check", "/e", "--model", "/f"], {}, ["jev check: the export is given twice"]),
+    (["check", "/e", "/f"], {}, ["jev check: 1 arguments too many"]),
+    (["serve", "--nope", "--port", "x", "--queue=0"], {"OPEN_JEV_DRAIN_SECONDS": "soon"},
+     ["jev serve: no such flag: --nope", "jev serve: --port: ", "jev serve: --queue: ", "jev serve: OPEN_JEV_DRAIN_SECONDS: "]),
+    (["score", "x", "/e", "--nope", "--together", "0", "--max-length", "0"], {},
+     ["jev score: no such flag: --nope", "jev score: --together: expected", "jev score: --max-length: expected"])])
+def test_a_wrong_command_line_is_told_as_a_whole_with_status_2(args, env, lines):
+    shown = run(*args, **env)
+    said = shown.stderr.decode().splitlines()
+    assert shown.returncode == 2 and shown.stdout == b"" and len(said) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(said, lines)), said
+    assert said[-1].endswith(f"({lines[-1].split(':')[0]} --help tells more)")
+
+
+def test_jev_alone_is_its_help():
+    alone = run()
+    assert alone.returncode == 0 and alone.stdout == run("--help").stdout and b"jev serve" in alone.stdout
+
+
+def test_every_command_takes_the_export_in_the_same_ways(fake, export, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("OPEN_JEV_MODEL")
+    file, folder = tmp_path / "r.jsonl", str(export.path)
+    file.write_bytes(GOOD[0])
+    for command in (["score", str(file)], ["check"], ["score", str(file), "--backend", "numpy"]):
+        shown = []
+        for way in ([folder], ["--model", folder], []):
+            if not way:
+                monkeypatch.setenv("OPEN_JEV_MODEL", folder)
+            assert cli.main([*command, *way]) == 0
+            shown.append(capsys.readouterr().out.partition('"usage"')[0])
+        assert shown[0] and shown == shown[:1] * 3
+        monkeypatch.delenv("OPEN_JEV_MODEL")
+    for way in ([folder, "--port", "0"], ["--port", "0", folder], ["--port", "0", "--model", folder]):
+        assert cli.build_parser().parse_args(["serve", *way]).settings.model == export.path
+
+
+def test_settings_that_a_command_does_not_use_do_not_matter(export):
+    wrong = {"OPEN_JEV_PORT": "x", "OPEN_JEV_QUEUE": "x", "OPEN_JEV_API_KEY": "", "OPEN_JEV_HOST": " "}
+    assert run("check", str(export.path), **wrong, OPEN_JEV_BACKEND="x").returncode == 0
+    assert run("score", "-", str(export.path), "--backend", "numpy", stdin=GOOD[0], **wrong).returncode == 0
+    assert run("serve", "--help", **wrong, OPEN_JEV_BACKEND="x").returncode == 0
+    assert b"OPEN_JEV_BACKEND: expected" in run("score", "-", str(export.path), OPEN_JEV_BACKEND="x").stderr
+
+
+def test_variables_without_effect_are_told(export):
+    shown = run("check", str(export.path), OPEN_JEV_MAX_LENGHT="100", OPEN_JEV_PRT="1", OPEN_JEV_HOME="/here")
+    assert shown.returncode == 0 and shown.stderr.decode().splitlines() == [
+        "jev: OPEN_JEV_MAX_LENGHT: no such setting, so it has no effect; OPEN_JEV_MAX_LENGTH was meant?"]
+
+
+def test_limits_are_told_in_the_words_that_the_caller_used(export):
+    flags, variables = ["--batch-rows", "100"], {"OPEN_JEV_BATCH_ROWS": "100", "OPEN_JEV_MAX_LENGTH": "200"}
+    shown = run("score", "-", str(export.path), *flags, stdin=GOOD[0])
+    assert shown.returncode == 1 and b"lower --max-length or raise --batch-rows" in shown.stderr
+    shown = run("score", "-", str(export.path), stdin=GOOD[0], **variables)
+    assert shown.returncode == 1 and b"lower OPEN_JEV_MAX_LENGTH or raise OPEN_JEV_BATCH_ROWS" in shown.stderr
+
+
+def test_a_name_that_stdout_cannot_show_is_shown_escaped(export, tmp_path):
+    for name, shown_as in (("modèle", b"mod\\xe8le"), (os.fsdecode(b"mod\xe8le"), b"mod\\udce8le")):
+        folder = tmp_path / name
+        shutil.copytree(export.path, folder)
+        shown = run("check", str(folder), PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+        assert shown.returncode == 0, shown.stderr
+        assert shown_as + b": a complete export" in shown.stdout
+        shown = run("audit", str(folder), "--backend", "numpy", PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+        assert shown.returncode == 0, shown.stderr
 
 
 def test_a_port_in_use_is_named(capsys):
@@ -100,8 +178,8 @@ def test_a_port_in_use_is_named(capsys):
 
 def test_sigterm_before_the_worker_has_loaded_ends_it_in_order(tmp_path):
     (tmp_path / "flask.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
-    process = subprocess.Popen([sys.executable, "-m", "jev", "serve", "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE,
-                               env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-m", "jev", "serve", "/nowhere", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     with process:
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGTERM)
@@ -138,11 +216,6 @@ def test_blas_threads_are_one_unless_the_environment_says_otherwise(monkeypatch)
         if given is None:
             monkeypatch.delenv("OPENBLAS_NUM_THREADS")
         assert cli.main(["check", "/nowhere"]) == 1 and os.environ["OPENBLAS_NUM_THREADS"] == used
-
-
-def test_usage_errors_are_status_2():
-    assert run().returncode == 2 and run("nonsense").returncode == 2 and run("score").returncode == 2
-    assert run("demo-checkpoint", "x", "--seed", "-1").returncode == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,10 +353,10 @@ def test_demo(fake, capsys, tmp_path):
 
 def test_demo_repairs_its_checkpoint_and_deletes_nothing_else(fake, capsys, tmp_path):
     folder = tmp_path / "checkpoint"
-    cli._make_demo_checkpoint(folder)
+    demo._make_demo_checkpoint(folder)
     (folder / "tokenizer.json").write_bytes(b"{")
-    cli._make_demo_checkpoint(folder)
-    cli._make_demo_checkpoint(folder)
+    demo._make_demo_checkpoint(folder)
+    demo._make_demo_checkpoint(folder)
     said = capsys.readouterr().err
     assert said.count("writing a demo") == 2 and said.count("lies in") == 1
     for damage in (lambda file: file.write_bytes(b"{"), lambda file: file.unlink()):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -154,6 +156,48 @@ def test_candidates_share_the_text_of_the_state():
     body = {"state": state, "questions": {str(i): noul() for i in range(4096)}}
     request = parse_request(json.dumps(body).encode(), NAMES)  # whole prompts would take 4 GB
     assert len({id(question.parts[0][0]) for question in request.questions}) == 1
+
+
+@pytest.mark.parametrize("where, name, right", [
+    ("question", "critera", "criteria"), ("question", "Criteria", "criteria"), ("question", "criterion", "criteria"),
+    ("question", "criterias", "criteria"), ("question", "critiera", "criteria"), ("question", "_criteria", "criteria"),
+    ("body", "modle", "model"), ("body", "models", "model"), ("body", "MODEL", "model"), ("body", "State", "state"),
+    ("body", "questions_", "questions")])
+def test_a_field_that_is_nearly_right_is_refused(where, name, right):
+    # Beside fields that make a whole request of it: it would be answered as if the field were not there.
+    question = noul(**({name: {"true": "yes"}} if where == "question" else {}))
+    error = refusal({"state": "s", "questions": {"critera": noul(), "q": question}, **({name: "x"} if where == "body" else {})})
+    assert error.loc == ("body", *(("questions", "q") if where == "question" else ()), name)
+    assert error.type == "misspelt_field" and repr(right) in error.msg and len(error.errors) == 1
+
+
+def test_a_required_field_that_is_nearly_right_is_named_before_the_one_that_is_missing():
+    error = refusal({"sate": "s", "question": {"q": noul()}})
+    assert [(entry["loc"][1], entry["type"]) for entry in error.errors] == [
+        ("sate", "misspelt_field"), ("question", "misspelt_field"), ("state", "missing"), ("questions", "missing")]
+    error = refusal({"state": "s", "questions": {"q": {"tpye": "noul", "instruction": "Ready?"}}})
+    assert [entry["loc"][3] for entry in error.errors] == ["tpye", "instruction", "instructions", "type"]
+
+
+def test_other_fields_are_accepted_and_listed():
+    extras = ["id", "name", "metadata", "user", "stream", "temperature", "mode", "states", "status", "question", "options",
+              "messages", "tools", "seed", "", "instructions"]
+    request = request_of({"critera": noul(kind="x", types=1, id=2)}, **dict.fromkeys(extras, 1))
+    assert request.ignored == (*(f"body.{name}" for name in extras), "and 3 more")
+    request = request_of({"a.b": noul(**{"x" * 1000: 1})})
+    assert request.ignored == (f"body.questions.a.b.{'x' * 47}…",)
+    assert request_of({"q": noul()}).ignored == ()
+    # Names that the user chooses may be what they like.
+    choice = {"type": "choice", "instructions": "i", "criteria": {"critera": None, "Type": None}}
+    assert request_of({"tpye": choice}).ignored == ()
+
+
+def test_unknown_fields_cost_little_however_many_there_are():
+    hostile = {"".join(letters): 0 for letters in itertools.islice(itertools.permutations("questiom"), 30_000)}
+    body = json.dumps({"state": "s", "questions": {"q": noul(**hostile)}}).encode()
+    started = time.process_time()
+    request = parse_request(body, NAMES)
+    assert time.process_time() - started < 2 and request.ignored[-1] == f"and {30_000 - contract.MAX_IGNORED} more"
 
 
 @pytest.mark.parametrize("model", [None, *sorted(NAMES)])

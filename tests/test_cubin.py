@@ -209,3 +209,14 @@ def test_an_edit_in_any_folder_is_other_code(tmp_path, monkeypatch, edited):
         assert before is not None and before != found()
     finally:
         del sys.modules["kernels_of_a_test"]
+
+
+@pytest.mark.parametrize("relative", ["", ".", ".cache", "../cache"])
+def test_a_cache_folder_that_is_not_absolute_counts_as_unset(relative, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", relative)
+    assert disk.folder() == tmp_path / ".cache" / "jev"
+    monkeypatch.setenv("HOME", ".")
+    assert disk.folder() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert disk.folder() == tmp_path / "x" / "jev"

@@ -284,9 +284,9 @@ def test_a_broken_backend_is_noticed_at_start(export):
 
 
 def test_prompts_must_fit_in_a_forward(export):
-    with pytest.raises(BackendError, match="lower OPEN_JEV_MAX_LENGTH$"):
+    with pytest.raises(BackendError, match="lower --max-length$"):
         Engine(export, FakeBackbone(max_rows=4095), Settings(batch_rows=4000))
-    with pytest.raises(BackendError, match="lower OPEN_JEV_MAX_LENGTH or raise OPEN_JEV_BATCH_ROWS$"):
+    with pytest.raises(BackendError, match="lower --max-length or raise --batch-rows$"):
         Engine(export, FakeBackbone(), Settings(batch_rows=4095))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jev.settings import Settings, SettingsError
+from jev.settings import Settings, SettingsError, misspelt, remarks
 
 
 def test_defaults():
@@ -51,3 +51,57 @@ def test_a_refused_flag_is_named_and_a_key_is_shown_nowhere():
     with pytest.raises(SettingsError) as refused:
         Settings.from_environment({"OPEN_JEV_API_KEY": "sec ret"})
     assert "sec" not in str(refused.value).replace("seconds", "")
+
+
+def test_only_the_settings_that_are_used_are_read():
+    environ = {"OPEN_JEV_PORT": "x", "OPEN_JEV_MODEL": "/m", "OPEN_JEV_API_KEY": ""}
+    assert Settings.from_environment(environ, ["model", "graph"]).model == Path("/m")
+    with pytest.raises(SettingsError, match="^OPEN_JEV_PORT: expected"):
+        Settings.from_environment(environ, ["port"])
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    with pytest.raises(SettingsError) as refused:
+        Settings.from_environment({"OPEN_JEV_PORT": "x", "CUA_S1_GRAPH": "on", "OPEN_JEV_QUEUE": "3"}, backend="gpu")
+    named = [line.partition(":")[0] for line in str(refused.value).splitlines()]
+    assert named == ["OPEN_JEV_PORT", "--backend", "CUA_S1_GRAPH"]
+
+
+def test_a_setting_is_named_as_whoever_set_it_did():
+    s = Settings.from_environment({"CUA_S1_GRAPH": "0", "OPEN_JEV_PORT": "1"}, port="2")
+    assert (s.named("graph"), s.named("port"), s.named("queue")) == ("CUA_S1_GRAPH", "--port", "--queue")
+
+
+@pytest.mark.parametrize("value", ["tcp://10.96.0.7:8000", "udp://[fd00::7]:8000"])
+def test_what_kubernetes_sets_for_a_service_is_ignored_with_a_line(value):
+    service = {"OPEN_JEV_PORT": value, "OPEN_JEV_PORT_8000_TCP": value, "OPEN_JEV_PORT_8000_TCP_PORT": "8000",
+               "OPEN_JEV_SERVICE_HOST": "10.96.0.7", "OPEN_JEV_SERVICE_PORT": "8000",
+               "OPEN_JEV_PORT_8000_TCP_ADDR": "10.96.0.7", "OPEN_JEV_X_PORT": value, "OPEN_JEV_HOSTS_PORT": value}
+    assert Settings.from_environment(service) == Settings()
+    remark, = remarks(service)
+    assert remark.startswith(f"OPEN_JEV_PORT: ignored: {value} ") and "Kubernetes" in remark and "--port" in remark
+    assert remarks(service, port="80") == remarks(service, ["model"]) == []
+    assert Settings.from_environment(service, port="80").port == 80
+
+
+@pytest.mark.parametrize("name, right", [
+    ("OPEN_JEV_MODLE", "OPEN_JEV_MODEL"), ("OPEN_JEV_DRAIN_SECOND", "OPEN_JEV_DRAIN_SECONDS"),
+    ("OPENJEV_PORT", "OPEN_JEV_PORT"), ("open_jev_port", "OPEN_JEV_PORT"), ("OPEN_JEV_APIKEY", "OPEN_JEV_API_KEY"), ("OPNE_JEV_PORT", "OPEN_JEV_PORT"),
+    ("CUA_S1_GRAPHS", "CUA_S1_GRAPH"), ("OPEN_JEV_HOME", None), ("OPEN_JEV_TOKEN", None), ("OPENAI_API_KEY", None),
+    ("OMNI_JEV_BIND", None), ("PORT", None), ("OPEN_JEV_PORT", None)])
+def test_variables_that_are_nearly_settings(name, right):
+    found = remarks({name: "81", "PATH": "/bin"})
+    assert found == ([] if right is None else [f"{name}: no such setting, so it has no effect; {right} was meant?"])
+
+
+def test_the_gateway_has_variables_of_its_own(monkeypatch, capsys):
+    from jev.gateway.app import main
+    names = ["OMNI_JEV_BIND", "OMNI_JEV_BACKEND_URL"]
+    service = {"OMNI_JEV_PORT": "tcp://10.96.0.7:80", "OMNI_JEV_SERVICE_PORT": "80", "OPEN_JEV_PRT": "1"}
+    assert misspelt({"OMNI_JEV_BACKEND_URLS": "x", **service}, names, names) == [
+        "OMNI_JEV_BACKEND_URLS: no such setting, so it has no effect; OMNI_JEV_BACKEND_URL was meant?"]
+    monkeypatch.setenv("OMNI_JEV_BNID", "127.0.0.1:0")
+    assert main(["--queue", "x"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "jev frontend: OMNI_JEV_BNID: no such setting, so it has no effect; OMNI_JEV_BIND was meant?"
+    assert said[1].startswith("jev frontend: --queue: expected")

@@ -10,14 +10,21 @@ that every launch gave the same bits.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
+from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev_kernels.attention import hopper as hopper_attention
-from jev_kernels.ptx.device import i32, ptx, void
-from jev_kernels.runtime import cubin, device
-from tests.gpu.attention_problem import Problem, stream, tokens
+from jev_kernels.attention import hopper as hopper_attention  # noqa: E402
+from jev_kernels.ptx.device import i32, ptx, void  # noqa: E402
+from jev_kernels.runtime import cubin, device  # noqa: E402
+from tools.tool import Needed  # noqa: E402
+
+with Needed() as needed:
+    import torch
+
+    from tests.gpu.attention_problem import Problem, stream, tokens
 
 MOST = 8192                          # notes that are kept
 BARRIERS = ("k_full", "k_free", "v_full", "v_free", "q_full", "q_read", "g_full", "q_free")      # two of each, 8 bytes
@@ -59,7 +66,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--rows", default="1,40,64,99,107,139,256,936,2048,2334,3399,4097")
     parser.add_argument("--launches", type=int, default=100)
     parser.add_argument("--milliseconds", type=float, default=30.0, help="patience of a wait")
-    options = parser.parse_args(arguments)
+    options = needed.parse(parser, arguments, gpu=True)
     device.find_device()
     problems = {rows: Problem(tokens(int(rows))) for rows in options.rows.split(",")}
     problems["100 options of 10 over 1500"] = Problem(tokens(*[10] * 100, shared=1500))

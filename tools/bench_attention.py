@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from pathlib import Path
 
-import torch
-import torch.nn.attention as torch_attention
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev_kernels.runtime import device
-from tests.gpu.attention_problem import D, Problem, relative_error, stream, tokens
+from jev_kernels.runtime import device  # noqa: E402
+from tools.tool import Needed  # noqa: E402
+
+with Needed() as needed:
+    import torch
+    import torch.nn.attention as torch_attention
+
+    from tests.gpu.attention_problem import D, Problem, relative_error, stream, tokens
 
 MODELS = {"27b": (24, 4), "9b": (16, 4)}
 TREES = {
@@ -92,7 +99,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--rows", default="1,64,107,139,256,512,936,2334,3399")
     parser.add_argument("--json", help="also write everything here")
     parser.add_argument("--quick", action="store_true", help="without the peers and the portable kernel")
-    options = parser.parse_args(arguments)
+    options = needed.parse(parser, arguments, gpu=True)
     gpu = device.find_device()
     heads, kv_heads = MODELS[options.model]
     kinds = ["hopper1", "hopper2", "hopper1 pdl", "hopper1 ungated"] if gpu.hopper else []

@@ -21,6 +21,7 @@ from jev.checkpoint.opening import open_export  # noqa: E402
 from jev.contract import parse_request  # noqa: E402
 from jev.model.backends import open_backbone  # noqa: E402
 from jev.processor import Processor  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 
 def main(argv=None) -> None:
@@ -32,7 +33,7 @@ def main(argv=None) -> None:
     parser.add_argument("--max-length", type=int, help="tokens of a prompt, instead of what the export says")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    args = Needed().parse(parser, argv)
     export = open_export(args.export, args.max_length)
     processor = Processor.of(export)
     backbone = open_backbone(export, args.backend, args.max_length, log=lambda line: None)

@@ -34,6 +34,7 @@ from jev.checkpoint.weight_files import INDEX_FILE  # noqa: E402
 from jev.export.command import main as export  # noqa: E402
 from jev.export.lora import TARGET_NAMES, TARGETS  # noqa: E402
 from jev.export.writer import plan_shards  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 SOURCES = {"27b": pinned.PINNED[0], "9b": pinned.PINNED[1]}
 VOCAB = 248320
@@ -142,7 +143,9 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=64, help="of the adapter (default: %(default)s)")
     parser.add_argument("--work", type=Path, help="folder with room for the output (default: the temporary folder)")
     parser.add_argument("--inner", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    with Needed() as needed:
+        import torch  # noqa: F401 (for the adapter, and in the export)
+    arguments = needed.parse(parser)
     source = SOURCES[arguments.model]
     layers = arguments.layers or source.dims["num_layers"]
     if arguments.inner:

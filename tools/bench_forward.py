@@ -31,6 +31,7 @@ from jev.model.ops.cuda_buffers import CudaWeights  # noqa: E402
 from jev_kernels.runtime import graph as graphs  # noqa: E402
 from jev_kernels.runtime.device import Event, Stream, find_device, peak_memory  # noqa: E402
 from tools import synthetic  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 BANDWIDTH, MATRIX_RATE = 4.4e12, 790e12          # measured on an H200: bytes/s read + written, BF16 FLOP/s
 
@@ -164,7 +165,7 @@ def main(argv=None) -> None:
     parser.add_argument("--operations", default="107,3399", help="lengths whose operations are timed one by one")
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--plot", help="draw latency against length here (needs matplotlib)")
-    args = parser.parse_args(argv)
+    args = Needed(plot="matplotlib").parse(parser, argv, gpu=True)
     config = synthetic.config(args.model, args.layers)
     backbone = synthetic_backbone(config, ready_rows=0)
     rng = np.random.default_rng(0)

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools.plain_client import Client  # noqa: E402
+from tools.tool import Needed, child  # noqa: E402
 
 TARGET_MS = 0.5
 BLOCK = 50
@@ -91,8 +92,7 @@ def summary(latencies: list[float]) -> dict[str, float]:
 
 
 def start(command: list[str], **environ: str) -> subprocess.Popen:
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environ}, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    return child(command, cwd=ROOT, env={**os.environ, **environ}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def main() -> int:
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000, help="timed requests of each kind in each case")
     parser.add_argument("--pause", type=float, default=0, metavar="MS", help="milliseconds that the worker waits")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
-    args = parser.parse_args()
+    args = Needed().parse(parser)
     if args.requests < BLOCK:
         parser.error(f"--requests: at least {BLOCK}")
     cases = []
@@ -116,9 +116,9 @@ def main() -> int:
             port = next(int(line.split("127.0.0.1:")[1].split(",")[0]) for line in gateway.stderr if "listening" in line)
             both = measure((worker_port, port), clients, b"x" * sent, args.requests, args.pause / 1e3)
         finally:
-            for child in (gateway, worker):
-                child.terminate()
-                child.wait(10)
+            for process in (gateway, worker):
+                process.terminate()
+                process.wait(10)
         direct, forwarded = map(summary, both)
         added = round(forwarded["p50_ms"] - direct["p50_ms"], 3)
         for kind, figures in (("direct", direct), ("gateway", forwarded)):

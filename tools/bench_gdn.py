@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,7 +22,12 @@ from jev_kernels.gdn import (
     portable as gdn,  # noqa: E402
 )
 from jev_kernels.pool import RUNS  # noqa: E402
-from tests.gpu.gdn_problem import Problem, capture, error, reference  # noqa: E402
+from tools.tool import Needed  # noqa: E402
+
+with Needed() as needed:
+    import torch
+
+    from tests.gpu.gdn_problem import Problem, capture, error, reference
 
 HEADS = {"27b": (16, 48), "9b": (16, 32)}
 LENGTHS = (107, 250, 512, 936, 2334, 3399)
@@ -92,7 +96,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--portable", action="store_true", help="also time the portable kernel")
     parser.add_argument("--json", help="also write everything here")
-    options_ = parser.parse_args(arguments)
+    options_ = needed.parse(parser, arguments, gpu=True)
     heads = HEADS[options_.model]
     hopper = gdn.on_hopper()
     print(f"{torch.cuda.get_device_name()}, {heads[0]} key heads, {heads[1]} value heads; us a call")

@@ -13,18 +13,22 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 
 from numba.cuda import types
 
-from jev_kernels.gemm.cublaslt import Key
-from jev_kernels.gemm.narrow import MAX_ROWS
-from jev_kernels.gemm.selection import OWN, WIDE, Gemm
-from jev_kernels.gemm.trials import RANDOM
-from jev_kernels.ptx import pdl_launch, pdl_wait, ptx
-from jev_kernels.ptx.device import i64
-from jev_kernels.runtime import device
-from jev_kernels.runtime.graph import capture
-from jev_kernels.runtime.launch import Kernel
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jev_kernels.gemm.cublaslt import Key  # noqa: E402
+from jev_kernels.gemm.narrow import MAX_ROWS  # noqa: E402
+from jev_kernels.gemm.selection import OWN, WIDE, Gemm  # noqa: E402
+from jev_kernels.gemm.trials import RANDOM  # noqa: E402
+from jev_kernels.ptx import pdl_launch, pdl_wait, ptx  # noqa: E402
+from jev_kernels.ptx.device import i64  # noqa: E402
+from jev_kernels.runtime import device  # noqa: E402
+from jev_kernels.runtime.graph import capture  # noqa: E402
+from jev_kernels.runtime.launch import Kernel  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 # N x K and how many of them a forward pass runs. "gate, up" has its activation behind it, with cuBLASLt as another launch.
 MODELS = {
@@ -124,7 +128,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--tflops", type=float, default=790.0, help="matrix rate of the GPU, for the floor")
     parser.add_argument("--chain", default="", help="rows at which a layer's GEMMs are also timed as a chain")
     parser.add_argument("--json", help="also write everything here")
-    options = parser.parse_args(arguments)
+    options = Needed().parse(parser, arguments, gpu=True)
     gpu = device.find_device()
     gemm = Gemm(gpu)
     for m in (int(m) for m in options.chain.split(",") if m):

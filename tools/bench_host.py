@@ -28,8 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev.checkpoint.checkpoint import open_export  # noqa: E402
 from jev.checkpoint.demo import write_demo_checkpoint  # noqa: E402
+from jev.checkpoint.opening import open_export  # noqa: E402
 from jev.engine import Engine  # noqa: E402
 from jev.model import row_pool  # noqa: E402
 from jev.settings import Settings  # noqa: E402

@@ -32,6 +32,7 @@ from jev_kernels.rowwise import (
 )
 from jev_kernels.runtime import device  # noqa: E402
 from jev_kernels.runtime.graph import capture  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 # hidden, intermediate, query heads, key heads, linear key heads, linear value heads
 MODELS = {"27b": (5120, 17408, 24, 4, 16, 48), "9b": (4096, 12288, 16, 4, 16, 32)}
@@ -342,7 +343,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--only", help="kernels whose names contain this")
     parser.add_argument("--against", choices=["torch"], help="also time PyTorch's operators")
     parser.add_argument("--json", help="also write everything here")
-    options = parser.parse_args(arguments)
+    options = Needed(against="torch").parse(parser, arguments, gpu=True)
     gpu = device.find_device()
     stream = device.Stream()
     bandwidth = copy_bandwidth(stream)

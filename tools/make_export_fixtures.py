@@ -10,6 +10,7 @@ Needs the extra ``parity``. From the repository root: python tools/make_export_f
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import sys
@@ -17,8 +18,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import torch
-from peft import PeftModel
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +26,14 @@ sys.path.insert(0, str(ROOT))
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX, write_demo_checkpoint  # noqa: E402
 from jev.checkpoint.opening import open_export  # noqa: E402
 from jev_kernels import bf16  # noqa: E402
-from tests import export_inputs, parity_reference  # noqa: E402
+from tests import export_inputs  # noqa: E402
+from tools.tool import Needed  # noqa: E402
+
+with Needed() as needed:
+    import torch
+    from peft import PeftModel
+
+    from tests import parity_reference
 
 VARIANTS = {"float32": {}, "bfloat16": {"dtype": "BF16"}, "rslora": {"use_rslora": True, "lora_alpha": 7}}
 PROMPTS = ("Context:\nThe parcel left the depot on Tuesday.\n\nQuestion: Which queue takes this parcel?\n"
@@ -74,6 +80,7 @@ def demo_scores() -> list[dict]:
 
 
 if __name__ == "__main__":
+    needed.parse(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     data = ROOT / "tests/data"
     merges = {name: {"settings": variant, "sha256": merge_hashes(variant)} for name, variant in VARIANTS.items()}
     (data / "export_merge.json").write_text(json.dumps(merges, indent=1) + "\n")

@@ -7,6 +7,7 @@ every seed, at the positions of tests/yardstick.py. `make test` compares with th
 """
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -15,15 +16,20 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.tool import Needed  # noqa: E402
+
 FLOAT32_SEEDS = 3
 
 
 def main() -> None:
-    import torch
-    import transformers
+    with Needed() as needed:
+        import torch
+        import transformers
 
+        from tests import parity_reference
+    needed.parse(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter))
     from jev_kernels import bf16
-    from tests import models, parity_reference, yardstick
+    from tests import models, yardstick
     for name in models.CONFIGS:
         c = models.config(name)
         exact, rounded = [], []

@@ -47,6 +47,7 @@ from tests.faults.harness import (  # noqa: E402
     start_worker,
 )
 from tests.faults.hostile import bodies, largest  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 PLACES = 8
 STEADY_BYTES = 16 * MIB
@@ -179,7 +180,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--model", type=Path, help="an export; default: a demo checkpoint")
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
-    args = parser.parse_args()
+    args = Needed().parse(parser)
     with tempfile.TemporaryDirectory(prefix="jev-soak-") as scratch:
         folder = Path(scratch)
         model = args.model or folder / "model"

@@ -32,6 +32,7 @@ from jev.server import Server, bind  # noqa: E402
 from jev.settings import Settings  # noqa: E402
 from tools import synthetic  # noqa: E402
 from tools.bench_forward import synthetic_backbone  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 ALIASES = {"27b": "open-jev-27b-v1.1", "9b": "open-jev-9b"}
 CHAT_PREFIX = "<|im_start|>user\n"
@@ -70,7 +71,7 @@ def main(argv=None) -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--ready-rows", type=int, default=READY_ROWS, help="capture narrow row buckets up to here at start-up")
-    args = parser.parse_args(argv)
+    args = Needed().parse(parser, argv, gpu=True)
     started = time.perf_counter()
     config = synthetic.config(args.model, args.layers)
     settings = replace(Settings(), port=args.port)

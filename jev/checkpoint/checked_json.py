@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jev.errors import JevError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(JevError, ValueError):
     """A checkpoint or export that must not be served; the message says what is wrong and in which file."""
 
 

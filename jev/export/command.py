@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from jev.arguments import Parser
+from jev.arguments import Parser, integer
 from jev.checkpoint.checked_json import CheckpointError, Fields, read_json
 from jev.checkpoint.config import CONFIG_FILE, ModelConfig, check_dims
 from jev.checkpoint.manifest import MAX_LENGTH_LIMIT, Manifest
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", required=True, type=Path,
                         help="folder with model.json, head.pt, temperature.json and adapter/")
     parser.add_argument("--out", required=True, type=Path, help="folder to make; must not exist")
-    parser.add_argument("--max-length", type=int, default=4096,
+    parser.add_argument("--max-length", type=integer(1, MAX_LENGTH_LIMIT), default=4096,
                         help=f"most tokens of one prompt, up to {MAX_LENGTH_LIMIT} (default: %(default)s)")
     arguments = parser.parse_args(argv)
     with raising_signals():

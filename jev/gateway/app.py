@@ -35,7 +35,7 @@ from jev.arguments import Parser
 from jev.gateway.upstream import Answer, ClientGone, ExchangeFailed, OutOfSockets, Unreachable, end_to_end
 from jev.gateway.workers import Workers
 from jev.server import Server, _Channel, _Parser, _Task, bind
-from jev.settings import SettingsError
+from jev.settings import SettingsError, misspelt
 
 logger = logging.getLogger("jev.gateway.app")
 
@@ -294,6 +294,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for f in fields(GatewaySettings):
         parser.add_argument("--" + f.name.replace("_", "-"), help=f"{f.metadata['help']} (default: {f.default})")
     flags = vars(parser.parse_args(argv))
+    names = ["OMNI_JEV_" + f.name.upper() for f in fields(GatewaySettings)]
+    for remark in misspelt(os.environ, names, names):
+        print(f"jev frontend: {remark}", file=sys.stderr)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
     try:

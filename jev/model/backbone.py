@@ -6,12 +6,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jev.errors import JevError
 from jev.model.ops import Ops, Pool
 from jev.model.row_pool import RowPool
 from jev.model.weights import Model
 
 
-class BackendError(RuntimeError):
+class BackendError(JevError, RuntimeError):
     """A backend cannot be used, or a forward pass failed; the message says what is needed or what happened."""
 
 

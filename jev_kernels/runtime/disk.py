@@ -7,12 +7,17 @@ from pathlib import Path
 
 
 def folder() -> Path | None:
-    """$XDG_CACHE_HOME/jev, or ~/.cache/jev; None for a user without a home: then nothing is kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
+    """$XDG_CACHE_HOME/jev, or ~/.cache/jev; None for a user without a home: then nothing is kept.
+
+    Code is run from there, so it never depends on the folder that a program was started in: a path that is not absolute
+    counts as unset, as the XDG base directory specification has it.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return Path(base) / "jev" if base else Path.home() / ".cache" / "jev"
+        base = base if base.is_absolute() else Path.home() / ".cache"
     except RuntimeError:
         return None
+    return base / "jev" if base.is_absolute() else None
 
 
 def write(path: Path, contents: bytes) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from jev.checkpoint.pinned import PINNED
 from jev.gateway.app import GatewaySettings
-from jev.settings import Settings
+from jev.settings import settable
 from tests.faults.harness import ROOT
 from tests.faults.rehearsal import RECIPE, blocks, downloads, environments, follow, write_downloads
 
@@ -59,7 +59,7 @@ def test_no_key_can_be_copied():
 
 def test_every_setting_is_in_the_recipe_with_its_default():
     rows = {row[1].strip("` "): row for line in RECIPE.splitlines() if (row := line.split("|"))[1:] and len(row) == 6}
-    for f in fields(Settings):
+    for f in settable():
         row = rows[f.metadata["env"][0]]
         assert row[2].strip("` ") == (f.metadata["flag"] or "")
         expected = {"graph": "1", "verify": "0", "drain_seconds": "60", "api_key": "none"}.get(f.name, f.default)
