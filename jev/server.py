@@ -21,8 +21,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from waitress import wasyncore
 from waitress.adjustments import Adjustments
@@ -76,20 +77,79 @@ class _Spool(OverflowableBuffer):
             super().close()
 
 
+class RequestHead(NamedTuple):
+    """A request before its body: what an application may refuse it by."""
+
+    method: str
+    path: str                       # percent-decoded: what becomes WSGI's PATH_INFO
+    target: str                     # as it was sent: what becomes REQUEST_URI
+    headers: Mapping[str, str]      # names in upper case with _ for -, as CONTENT_TYPE; repeated fields joined by ", "
+    content_length: int | None      # bytes of the body; 0: it has none, None: it comes in chunks of unknown number
+
+
+class Refusal(NamedTuple):
+    """A complete answer to a request whose body is not wanted. ``headers`` without Content-Length and Connection."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+
+
+# An application that decides on heads has such a function as its attribute ``refuse_head``. The server calls it once a
+# request, in the thread of the event loop, as soon as the head is there: before 100 Continue is sent and before a byte
+# of the body is kept. None: go on; the application is called with the whole request, and with HEAD_ACCEPTED true in
+# its WSGI environment. A Refusal: it is sent as it is, in its turn on the connection, the application is not called and
+# the body is dropped. It must not block, and logs the refusal itself if it logs requests. A server without bodies, such
+# as a test client, does not call it: there the application does, when HEAD_ACCEPTED is missing.
+RefuseHead = Callable[[RequestHead], "Refusal | None"]
+HEAD_ACCEPTED = "jev.head_accepted"
+
+
 class _Parser(HTTPRequestParser):
+    refusal: Refusal | None = None
+
     def parse_header(self, header_plus: bytes) -> None:
         super().parse_header(header_plus)
         if self.body_rcv is not None:
             self.body_rcv.buf = _Spool(self.adj.inbuf_overflow)
 
+    def head(self) -> RequestHead:
+        path = "/" + self.path.lstrip("/") if self.path.startswith("/") else self.path      # as waitress's PATH_INFO
+        return RequestHead(self.command, path, self.request_uri, self.headers, None if self.chunked else self.content_length)
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.refusal, self.completed, self.expect_continue = refusal, True, False
+        if self.body_rcv is not None:
+            self.headers["CONNECTION"] = "close"        # what follows is the body, not the next request
+
     def received(self, data: bytes) -> int:
+        in_body = self.headers_finished
         consumed = super().received(data)
+        if self.headers_finished and not (in_body or self.error or self.empty) and self.adj.refuse_head is not None:
+            refusal = self.adj.refuse_head(self.head())
+            if refusal is not None:
+                self.refuse(refusal)
         if self.completed and not self.error and self.body_rcv is not None and self.body_rcv.buf.failed:
             self.error = _NoRoom("no room for the body of this request")
         return consumed
 
 
 class _Task(WSGITask):
+    def execute(self) -> None:
+        refusal = self.request.refusal
+        if refusal is None:
+            super().execute()
+            return
+        reason = HTTPStatus(refusal.status).phrase
+        self.status, self.complete, self.content_length = f"{refusal.status} {reason}", True, len(refusal.body)
+        self.response_headers += [*refusal.headers, ("Content-Length", str(len(refusal.body)))]
+        self.write(b"" if self.request.command == "HEAD" else refusal.body)
+
+    def get_environment(self) -> dict[str, Any]:
+        environ = super().get_environment()
+        environ[HEAD_ACCEPTED] = self.channel.adj.refuse_head is not None
+        return environ
+
     def build_response_header(self) -> bytes:
         if self.channel.server.draining:
             self.set_close_on_finish()
@@ -259,7 +319,10 @@ def url(sock: socket.socket) -> str:
 
 
 class Server:
-    """Serves a WSGI ``app`` on a bound socket until ``stop``. ``run`` is called once, by one thread."""
+    """Serves a WSGI ``app`` on a bound socket until ``stop``. ``run`` is called once, by one thread.
+
+    ``app.refuse_head``, a RefuseHead, may refuse requests before their bodies are read.
+    """
 
     def __init__(self, app: Callable, engine: Engine, settings: Settings, sock: socket.socket) -> None:
         self.engine = engine
@@ -277,6 +340,7 @@ class Server:
             channel_request_lookahead=1,        # keep reading while a request runs: how a disconnect is noticed
             outbuf_overflow=sys.maxsize,        # an answer is whole in memory already: no disk, which may be full
             max_request_body_size=MAX_BODY_BYTES, clear_untrusted_proxy_headers=True)
+        adjustments.refuse_head = getattr(app, "refuse_head", None)     # a RefuseHead, for the parser
         adjustments.send_bytes = 1              # send from the thread that has the answer, not from the event loop
         self._waitress = _Waitress(
             app, self._map, True, sock, dispatcher=self._threads, adj=adjustments, bind_socket=False,
