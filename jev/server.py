@@ -86,6 +86,15 @@ class RequestHead(NamedTuple):
     headers: Mapping[str, str]      # names in upper case with _ for -, as CONTENT_TYPE; repeated fields joined by ", "
     content_length: int | None      # bytes of the body; 0: it has none, None: it comes in chunks of unknown number
 
+    @classmethod
+    def of(cls, environ: Mapping[str, Any]) -> RequestHead:
+        """The head from a WSGI environment, of whatever server."""
+        headers = {key[5:]: value for key, value in environ.items() if key.startswith("HTTP_")}
+        headers |= {key: environ[key] for key in ("CONTENT_TYPE", "CONTENT_LENGTH") if environ.get(key)}
+        length = None if "TRANSFER_ENCODING" in headers else int(headers.get("CONTENT_LENGTH", 0))
+        path = environ["PATH_INFO"]
+        return cls(environ["REQUEST_METHOD"], path, environ.get("REQUEST_URI", path), headers, length)
+
 
 class Refusal(NamedTuple):
     """A complete answer to a request whose body is not wanted. ``headers`` without Content-Length and Connection."""

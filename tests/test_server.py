@@ -68,7 +68,7 @@ def raw(server: Server | Worker, data: bytes) -> socket.socket:
 
 
 def message(data: bytes, *headers: str) -> bytes:
-    lines = ["POST /v1/systemone HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    lines = ["POST /v1/systemone HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
