@@ -165,17 +165,20 @@ class Waiting:
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_a_client_that_closes_its_sending_side_gets_its_answers(version):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_client_that_closes_its_sending_side_gets_its_answers(version, count):
     app = Waiting()
     keep = b"Connection: keep-alive\r\n"
     with application(app) as (server, _):
-        with raw(server, (b"POST / HTTP/%s\r\n%sContent-Length: 2\r\n\r\nab" % (version, keep)) * 2) as sock:
+        with raw(server, (b"POST / HTTP/%s\r\n%sContent-Length: 2\r\n\r\nab" % (version, keep)) * count) as sock:
             sock.shutdown(socket.SHUT_WR)
             assert app.inside.wait(10)
-            eventually(lambda: channels(server)[0].half_closed_since)
+            eventually(lambda: len(channels(server)[0].requests) == count)
+            if count == 1:                                  # behind more, the end is noticed as they are answered
+                eventually(lambda: channels(server)[0].half_closed_since)
             app.release.set()
             got = read_all(sock)
-            assert got.count(b"200 OK") == 2 and got.startswith(b"HTTP/%s 200" % version)
+            assert got.count(b"200 OK") == count and got.startswith(b"HTTP/%s 200" % version)
         eventually(lambda: not channels(server))
 
 
@@ -204,7 +207,7 @@ def test_a_half_closed_client_that_waits_is_told_apart_from_one_that_left(second
 
 
 @pytest.mark.parametrize("sent, then, part", [
-    (b"GET / HTTP/1.1\r\nX: ", b"a", b"head"), (b"\r\n\r\n\r\n", b"\r\n\r\n", None),
+    (b"GET / HTTP/1.1\r\nX: ", b"a", b"head"), (b"\r\n\r\n", b"\r\n\r\n", None), (b"\r\n", b"\r\n", None),
     (b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n", b"a", b"body"),
     (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n", b"body")])
 def test_whatever_trickles_has_a_deadline(seconds, sent, then, part):
@@ -223,9 +226,7 @@ def test_whatever_trickles_has_a_deadline(seconds, sent, then, part):
             except ConnectionError:
                 break
         assert time.monotonic() - started < 15
-        if part is None:
-            assert got == b""
-        else:
+        if part is not None:
             assert got.split(b" ")[1] == b"408" and b"the %s of the request came too slowly" % part in got
             assert b"Connection: close" in got
         assert get(server).startswith(b"HTTP/1.1 200")
@@ -291,9 +292,9 @@ def test_connections_that_wait_for_their_answers_are_never_closed_for_others(mon
 
 def test_an_error_in_the_event_loop_is_logged_without_the_client(monkeypatch, caplog):
     def broken(channel, data):
-        raise KeyError("what it sent")
+        raise KeyError(data)
     monkeypatch.setattr(channel_module.Channel, "received", broken)
-    with application(echo) as (server, _), raw(server, b"secret") as sock:
+    with application(echo) as (server, _), raw(server, b"hush") as sock:
         assert read_all(sock) == b""
     assert "a connection failed: KeyError" in caplog.text
-    assert not any(word in caplog.text for word in ("127.0.0.1", "what it sent", "secret"))
+    assert not any(word in caplog.text for word in ("127.0.0.1", "hush"))
