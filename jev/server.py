@@ -1,4 +1,4 @@
-"""Waitress with an end: SIGTERM stops admission, answers what was admitted, closes idle connections and returns.
+"""Waitress with a graceful shutdown: SIGTERM stops admission, answers what was admitted, closes idle connections and returns.
 
 Waitress itself stops by exception and drops whatever runs. Here its event loop is turned one round at a time, so that
 between two rounds the server can close its listener and those connections that owe nobody an answer. Responses sent
