@@ -32,7 +32,8 @@ the model once, and gives calibrated probabilities. Nothing is generated.
 """
 EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
-SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "batch_rows", "drain_seconds")
+SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "batch_rows", "drain_seconds",
+               "allowed_hosts")
 MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows")
 
 
@@ -354,7 +355,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     for f in fields(Settings):
         if f.name in names:
-            default = "" if f.default is None else f"; default {int(f.default) if f.name == 'graph' else f.default}"
+            default = "" if f.default in (None, ()) else f"; default {int(f.default) if f.name == 'graph' else f.default}"
             parser.add_argument(f.metadata["flag"], dest=f.name, metavar=f.name.split("_")[-1].upper(),
                                 help=f"{f.metadata['help']} [{', '.join(f.metadata['env'])}{default}]")
 

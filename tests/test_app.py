@@ -218,7 +218,8 @@ def test_heads_that_are_refused(engine, access, bad, status):
     error = json.loads(refusal.body)
     assert refusal.status == status and set(error) == {"error", "detail"}
     headers = dict(refusal.headers)
-    assert headers["X-Request-Id"] == headers["X-TypeSafe-Request-Id"] == "abc-1" and headers["Content-Type"] == "application/json"
+    assert headers["X-Request-Id"] == headers["X-TypeSafe-Request-Id"] == "abc-1"
+    assert headers["Content-Type"] == "application/json"
     assert "Content-Length" not in headers and ("Allow" in headers) == (status == 405)
     line, = access()
     assert (line["id"], line["status"], line["bytes_out"]) == ("abc-1", status, len(refusal.body))
@@ -234,7 +235,8 @@ def test_heads_that_are_taken(engine, access, good):
 
 def test_the_key_is_a_matter_of_the_head_and_comes_before_what_else_is_wrong(engine):
     app = create_app(engine, Settings(api_key=KEY))
-    for wrong in ({}, {"AUTHORIZATION": f"Bearer {KEY}x"}, {"path": "/v1/nowhere"}, {"CONTENT_TYPE": None}, {"length": 1 << 40}):
+    for wrong in ({}, {"AUTHORIZATION": f"Bearer {KEY}x"}, {"path": "/v1/nowhere"}, {"CONTENT_TYPE": None},
+                  {"length": 1 << 40}):
         refusal = app.refuse_head(head(**wrong))
         assert refusal.status == 401 and ("WWW-Authenticate", "Bearer") in refusal.headers
     assert app.refuse_head(head(AUTHORIZATION=f"Bearer {KEY}")) is None

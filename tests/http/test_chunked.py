@@ -61,8 +61,10 @@ def test_any_split_of_damaged_bytes_ends_alike(cuts, place, byte):
 
 
 @pytest.mark.parametrize("stream", [
-    b"0x2\r\nab\r\n", b"+2\r\nab\r\n", b"0_2\r\nab\r\n", b"-2\r\nab\r\n", b" 2\r\nab\r\n", b"2 \r\nab\r\n", b"\r\n2\r\nab\r\n",
-    b"2\nab\n", b"2\rab\r\n", b"2\r\r\nab", b"2\r\nabc\r\n", b"2\r\nab\n", b"2\r\nab0\r\n\r\n", b"2;=\r\nab\r\n", b"2;a b\r\nab\r\n",
+    b"0x2\r\nab\r\n", b"+2\r\nab\r\n", b"0_2\r\nab\r\n", b"-2\r\nab\r\n", b" 2\r\nab\r\n", b"2 \r\nab\r\n",
+    b"\r\n2\r\nab\r\n",
+    b"2\nab\n", b"2\rab\r\n", b"2\r\r\nab", b"2\r\nabc\r\n", b"2\r\nab\n", b"2\r\nab0\r\n\r\n", b"2;=\r\nab\r\n",
+    b"2;a b\r\nab\r\n",
     b"00000000000000000\r\n\r\n", b"0\r\nno field\r\n\r\n", b"0\r\nA: b\n\r\n", "٢\r\nab\r\n".encode()])
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_framing_that_is_not_that_of_the_rfc_is_an_error(stream, step):

@@ -234,7 +234,8 @@ def test_whatever_trickles_has_a_deadline(seconds, sent, then, part):
 
 def test_a_body_that_comes_at_the_least_rate_is_taken(seconds):
     seconds(BODY_SECONDS=0.5, BODY_BYTES_PER_SECOND=1000)
-    with application(echo) as (server, _), raw(server, b"POST / HTTP/1.1\r\nContent-Length: 6000\r\nConnection: close\r\n\r\n") as sock:
+    head = b"POST / HTTP/1.1\r\nContent-Length: 6000\r\nConnection: close\r\n\r\n"
+    with application(echo) as (server, _), raw(server, head) as sock:
         for _ in range(12):
             sock.sendall(bytes(500))
             time.sleep(0.15)                                # longer than BODY_SECONDS together, and fast enough
