@@ -32,7 +32,7 @@ the model once, and gives calibrated probabilities. Nothing is generated.
 EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
 SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "queue_mb", "batch_rows",
-               "drain_seconds", "verify")
+               "drain_seconds", "allowed_hosts", "verify")
 MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows", "verify")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jev.errors import UsageError
+from jev.http.hosts import parse_allowed_hosts
 from jev.spelling import distance, letters, meant
 
 BACKENDS = ("auto", "cuda", "numpy")
@@ -112,6 +113,10 @@ class Settings:
         False, "OPEN_JEV_VERIFY", _flag,
         "1: before serving, read every file of the export once and compare it with its digest; without, small files only",
         "--verify")
+    allowed_hosts: tuple[str, ...] = _setting(
+        (), "OPEN_JEV_ALLOWED_HOSTS", parse_allowed_hosts,
+        "names, separated by commas, that requests may be for (Host) besides the loopback's, when the address is the "
+        "loopback's and no key is set; * for any", "--allowed-hosts")
     api_key: str | None = field(default=None, repr=False, metadata={
         "env": ["OPEN_JEV_API_KEY"], "parse": _secret, "flag": None,
         "help": "required as `Authorization: Bearer KEY` on /v1/* when set (no flag: others could read it in ps)"})

@@ -70,7 +70,7 @@ def test_serve_help_lists_flags_and_variables(capsys):
     assert done.value.code == 0
     for name in ("OPEN_JEV_MODEL", "OPEN_JEV_HOST", "OPEN_JEV_PORT", "OPEN_JEV_BACKEND", "OPEN_JEV_MAX_LENGTH",
                  "OPEN_JEV_GRAPH", "CUA_S1_GRAPH", "OPEN_JEV_API_KEY", "OPEN_JEV_QUEUE", "--queue-mb", "--max-length",
-                 "--port"):
+                 "--port", "OPEN_JEV_ALLOWED_HOSTS", "--allowed-hosts"):
         assert name in shown
     assert "--api-key" not in shown
 

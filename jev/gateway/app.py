@@ -34,7 +34,9 @@ from werkzeug.http import HTTP_STATUS_CODES
 from jev.arguments import Parser
 from jev.gateway.upstream import Answer, ClientGone, ExchangeFailed, OutOfSockets, Unreachable, end_to_end
 from jev.gateway.workers import Workers
-from jev.server import Server, _Channel, _Parser, _Task, bind
+from jev.http.channel import Channel as _Channel, Task as _Task
+from jev.http.parser import Parser as _Parser
+from jev.server import Server, bind
 from jev.settings import SettingsError, misspelt
 
 logger = logging.getLogger("jev.gateway.app")
