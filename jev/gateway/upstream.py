@@ -227,7 +227,7 @@ class Worker:
     """One worker: its address, its idle connections, and how many requests it has in hand."""
 
     def __init__(self, url: str) -> None:
-        """`url` is a checked `http[s]://host[:port][/prefix]`; see `jev.gateway.app.parse_backends`."""
+        """`url` is a checked `http[s]://host[:port][/prefix]`; see `jev.gateway.settings.parse_backends`."""
         parts = urlsplit(url)
         self.name = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self.prefix = parts.path.rstrip("/")

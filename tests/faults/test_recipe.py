@@ -11,7 +11,7 @@ from dataclasses import fields
 import pytest
 
 from jev.checkpoint.checkpoint import PINNED
-from jev.gateway.app import GatewaySettings
+from jev.gateway.settings import GatewaySettings
 from jev.settings import Settings
 from tests.faults.harness import ROOT
 from tests.faults.rehearsal import RECIPE, blocks, downloads, environments, follow, write_downloads

@@ -19,9 +19,7 @@ import pytest
 
 from jev import cli
 from jev.gateway import workers as frontend_pool
-from jev.gateway.app import GatewaySettings
 from jev.gateway.upstream import ExchangeFailed, Worker
-from jev.settings import SettingsError
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -249,16 +247,6 @@ def test_a_worker_behind_tls(tmp_path, monkeypatch, caplog):
             assert len([r for r in worker.requests if r.connection == worker.requests[0].connection]) == 2
             worker.script = lambda sock, request: time.sleep(20)
             assert gate.health().status == 504
-
-
-def test_the_file_of_certificates_is_looked_at_before_anything_is_served(tmp_path):
-    (tmp_path / "hunter2").write_text("no certificate")
-    for name, says in ("missing", "No such file"), ("hunter2", "no certificates in it"):
-        environ = {"SSL_CERT_FILE": str(tmp_path / name), "OMNI_JEV_BACKEND_URL": "http://a,https://b"}
-        with pytest.raises(SettingsError, match=f"^SSL_CERT_FILE: {says}") as caught:
-            GatewaySettings.from_environment(environ)
-        assert "hunter2" not in str(caught.value)
-        GatewaySettings.from_environment({**environ, "OMNI_JEV_BACKEND_URL": "http://a"})     # it is not needed
 
 
 # The process -----------------------------------------------------------------------------------------------------
