@@ -1,8 +1,9 @@
 """The gateway, `jev frontend`: one address in front of one or more workers.
 
-`POST /v1/systemone` and `GET /health` go to a worker and come back as they were: body bytes, status, repeated and
-oddly spelt headers included. Everything else is answered here, in the worker's own form of error. How one
-worker is spoken to is in `jev.gateway.upstream`, how one is chosen among several in `jev.gateway.workers`.
+`POST /v1/systemone`, `GET /health` and `GET /v1/models` go to a worker and come back as they were: body bytes, status,
+repeated and oddly spelt headers included. Everything else is answered here, in the worker's own form of error. How one
+worker is spoken to is in `jev.gateway.upstream`, how one is chosen among several in `jev.gateway.workers`. Each request
+leaves a line in the access log, of the worker's kind, with the worker that had it and the time that it took there.
 
 A worker's answer is read whole before the first byte of it goes out, because a status cannot be taken back: an
 answer that breaks off, is too large or too slow becomes a clean 502 or 504 instead of half a 200.
@@ -10,6 +11,7 @@ answer that breaks off, is too large or too slow becomes a clean 502 or 504 inst
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -19,19 +21,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from http import HTTPStatus
+from traceback import format_tb
 from urllib.parse import quote_from_bytes
 
-from flask import Flask, request
 from waitress.parser import get_header_lines
 from waitress.utilities import build_http_date
-from werkzeug.exceptions import HTTPException
-from werkzeug.http import HTTP_STATUS_CODES
 
+from jev import access_log
+from jev.access_log import CLIENT_CLOSED_REQUEST
 from jev.arguments import Parser
+from jev.errors import error_body
+from jev.gateway.http1 import Answer, Headers, end_to_end
 from jev.gateway.settings import GatewaySettings
-from jev.gateway.upstream import Answer, ClientGone, ExchangeFailed, OutOfSockets, Unreachable, end_to_end
+from jev.gateway.upstream import ClientGone, ExchangeFailed, OutOfSockets, Request, Unreachable
 from jev.gateway.workers import Workers
 from jev.server import Server, _Channel, _Parser, _Task, bind
 from jev.settings import SettingsError
@@ -39,6 +44,8 @@ from jev.settings import SettingsError
 logger = logging.getLogger("jev.gateway.app")
 
 DECISION_SECONDS = 60.0
+METHODS = {"/v1/systemone": "POST", "/health": "GET", "/v1/models": "GET"}      # what is forwarded
+MAX_BODY_BYTES = 4 << 20                # the worker's, jev.contract's, which would load NumPy
 URL_CHARACTERS = bytes(range(0x21, 0x7F))
 ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # before the path, in a target as proxies get it
 
@@ -67,7 +74,7 @@ class GatewayTask(_Task):
         # Waitress would re-spell and sort the names and add `Via: waitress`. Every response here is whole, so its
         # length is known and chunking never arises.
         wants = [token.strip() for token in self.request.headers.get("CONNECTION", "").lower().split(",")]
-        keep = "close" not in wants if self.version == "1.1" else "keep-alive" in wants
+        keep = "close" not in wants and (self.version == "1.1" or "keep-alive" in wants)
         keep = keep and not self.channel.server.draining
         lines = [f"HTTP/{self.version} {self.status}"]
         lines += [f"{name}: {value}" for name, value in self.response_headers]
@@ -86,75 +93,86 @@ class GatewayChannel(_Channel):
     task_class = GatewayTask
 
 
+@dataclass
 class _Reply:
-    """A whole response as a WSGI application: what it is given goes out as it is."""
+    """A whole response, which goes out as it is; `own` when no worker made it."""
 
-    def __init__(self, status: str, headers: list[tuple[str, str]], body: bytes) -> None:
-        self.status, self.headers, self.body = status, headers, body
+    status: int
+    reason: str
+    headers: Headers
+    body: bytes
+    own: bool = True
 
-    def __call__(self, environ: dict, start_response: Callable) -> list[bytes]:
-        start_response(self.status, self.headers)
-        return [self.body]
 
-
-def create_app(settings: GatewaySettings, workers: Workers) -> Flask:
-    """The gateway as a Flask application. It needs `GatewayChannel` under it for headers as they were sent."""
-    app = Flask("jev.gateway.app", static_folder=None)
-    app.url_map.merge_slashes = False
+def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, Callable], _Sent]:
+    """The gateway as a WSGI application. It needs `GatewayChannel` under it for headers as they were sent."""
     slots = threading.BoundedSemaphore(settings.queue)
-    health_seconds = settings.health_timeout_ms / 1000
+    get_seconds = settings.health_timeout_ms / 1000
 
-    def decide(environ: dict) -> _Reply:
+    def answer(request: Request) -> _Reply:
+        if request.method == "GET":
+            return _forward(workers.get, request, get_seconds)
         if not slots.acquire(blocking=False):
             return _error(503, "overloaded_error", "too many requests in hand", ("Retry-After", "1"))
         try:
-            return _forward(workers.decide, environ, DECISION_SECONDS)
+            return _forward(workers.decide, request, DECISION_SECONDS)
         finally:
             slots.release()
 
-    def health(environ: dict) -> _Reply:
-        return _forward(workers.health, environ, health_seconds)
+    def app(environ: dict, start_response: Callable) -> _Sent:
+        started = time.perf_counter()
+        path, length = target_path(environ["REQUEST_URI"]), int(environ.get("CONTENT_LENGTH") or 0)
+        request = None
+        reply = refusal(environ["REQUEST_METHOD"], path, length)
+        if reply is None:
+            request = _request(environ, path, length)
+            try:
+                reply = answer(request)
+            except Exception as error:
+                # Without the message, which may quote the request.
+                logger.error("a request failed: %s at\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
+                reply = _error(500, "internal_error", "internal error")
+        line = _finish(environ, path, length, request, reply, started)
+        start_response(f"{reply.status} {reply.reason}", reply.headers)
+        return _Sent(() if environ["REQUEST_METHOD"] == "HEAD" else (reply.body,), line)
 
-    for path, view, method in (("/v1/systemone", decide, "POST"), ("/health", health, "GET")):
-        app.add_url_rule(path, view.__name__, lambda view=view: view(request.environ), methods=[method],
-                         provide_automatic_options=False)
-
-    @app.errorhandler(HTTPException)
-    def refused(error: HTTPException) -> _Reply:
-        allow = [(name, value) for name, value in error.get_headers() if name == "Allow"]
-        name = error.name.lower().replace(" ", "_")
-        message = {404: "no such path", 405: "this path does not take this method"}.get(error.code, error.name)
-        return _error(error.code or 500, name, message, *allow)
-
-    # Flask's routing and contexts take 0.1 ms, a quarter of what the gateway adds; the two requests that it is
-    # there for go around them.
-    direct = {("POST", "/v1/systemone"): decide, ("GET", "/health"): health}
-    routed = app.wsgi_app
-
-    def wsgi_app(environ: dict, start_response: Callable) -> Iterable[bytes]:
-        # PATH_INFO is unquoted and has its first slashes joined: another path than the one that was asked for.
-        if ABSOLUTE.sub("", environ["REQUEST_URI"]).partition("?")[0] != environ["PATH_INFO"]:
-            environ["PATH_INFO"] = "/"
-        reply = direct.get((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
-        return routed(environ, start_response) if reply is None else reply(environ)(environ, start_response)
-
-    app.wsgi_app = wsgi_app
     return app
 
 
-def _forward(send: Callable[..., Answer], environ: dict, seconds: float) -> _Reply:
-    """Have `send` (a method of Workers) pass on the request of `environ`; its answer, or 502 or 504."""
-    deadline = time.monotonic() + seconds
-    target = environ["PATH_INFO"]
+def target_path(target: str) -> str:
+    """The path of a request target as it was sent: neither unquoted nor put in order, which could make it another one."""
+    return ABSOLUTE.sub("", target).partition("?")[0]
+
+
+def refusal(method: str, path: str, length: int) -> _Reply | None:
+    """The answer to a request that no worker needs to see, known from its head alone. `length` is its body's."""
+    expected = METHODS.get(path)
+    if expected is None:
+        known = ", ".join(f"{method} {path}" for path, method in METHODS.items())
+        return _error(404, "not_found", f"no such path; there are {known}")
+    if method != expected and (method, expected) != ("HEAD", "GET"):
+        allow = "GET, HEAD" if expected == "GET" else expected
+        return _error(405, "method_not_allowed", "this path does not take this method", ("Allow", allow))
+    if length > MAX_BODY_BYTES:
+        return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return None
+
+
+def _request(environ: dict, path: str, length: int) -> Request:
+    target = path
     if environ["QUERY_STRING"]:
         # Bytes that no URL may hold are percent-encoded; any other query passes untouched.
         target += "?" + quote_from_bytes(environ["QUERY_STRING"].encode("latin-1"), safe=URL_CHARACTERS)
     # Expect was answered here, when the client's body was taken in.
     headers = [item for item in end_to_end(environ["jev.header_items"]) if item[0].lower() not in ("host", "expect")]
-    length = int(environ.get("CONTENT_LENGTH") or 0)
-    gone = environ["waitress.client_disconnected"]
+    return Request(METHODS[path], target, headers, environ["wsgi.input"], length, environ["waitress.client_disconnected"])
+
+
+def _forward(send: Callable[[Request, float], Answer], request: Request, seconds: float) -> _Reply:
+    """The answer that `send` (a method of Workers) gets to the request, or an error that says why there is none."""
+    deadline = time.monotonic() + seconds
     try:
-        answer = send(target, headers, environ["wsgi.input"], length, deadline, gone)
+        answer = send(request, deadline)
     except (Unreachable, ExchangeFailed) as error:
         if time.monotonic() >= deadline:
             return _error(504, "gateway_timeout", "the worker did not answer in time")
@@ -163,18 +181,47 @@ def _forward(send: Callable[..., Answer], environ: dict, seconds: float) -> _Rep
         logger.error("%s", error.reason)
         return _error(503, "overloaded_error", str(error), ("Retry-After", "1"))
     except ClientGone:
-        return _error(499, "client_closed_request", "the client left before its answer was there")
+        return _error(CLIENT_CLOSED_REQUEST, "client_closed_request", "the client left")
     if answer.status not in (204, 304):
         answer.headers.append(("Content-Length", str(len(answer.body))))
-    return _Reply(f"{answer.status} {answer.reason}", answer.headers, answer.body)
+    return _Reply(answer.status, answer.reason, answer.headers, answer.body, own=False)
 
 
 def _error(status: int, error_type: str, message: str, *headers: tuple[str, str]) -> _Reply:
-    content = {"error": message, "detail": {"error_type": error_type, "message": message}}
-    body = json.dumps(content).encode()
-    reason = HTTP_STATUS_CODES.get(status, "Client Closed Request")
+    body = json.dumps(error_body(error_type, message)).encode()
+    reason = "Client Closed Request" if status == CLIENT_CLOSED_REQUEST else HTTPStatus(status).phrase
     fixed = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-    return _Reply(f"{status} {reason}", [*fixed, *headers], body)
+    return _Reply(status, reason, [*fixed, *headers], body)
+
+
+def _finish(
+    environ: dict, path: str, length: int, request: Request | None, reply: _Reply, started: float) -> Callable[[], None]:
+    """What writes the request's line in the access log. An answer of our own gets a request id first; a worker's has one."""
+    given = environ.get("HTTP_X_REQUEST_ID", "")
+    if reply.own:
+        id = access_log.request_id(given)
+        reply.headers += [(name, id) for name in access_log.REQUEST_ID_HEADERS]
+    else:
+        id = access_log.request_id(*(value for name, value in reply.headers if name.lower() == "x-request-id"), given)
+    worker = {} if request is None or request.worker is None else {
+        "worker": request.worker, "worker_ms": round(1000 * request.worker_seconds, 3)}
+    return functools.partial(
+        access_log.write, id, environ["REQUEST_METHOD"], path, reply.status, time.perf_counter() - started, length,
+        len(reply.body), **worker)
+
+
+class _Sent:
+    """A response's blocks. Its line in the log is written when they are sent, so that no answer waits for it."""
+
+    def __init__(self, blocks: Sequence[bytes], line: Callable[[], None]) -> None:
+        self._blocks = blocks
+        self.close = line                       # WSGI's: called once all is sent, or cannot be
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._blocks)
 
 
 class Gateway(Server):

@@ -141,7 +141,7 @@ def test_system_proxies_are_bypassed(worker, monkeypatch):
 
 @pytest.mark.parametrize("method, path, status, allow", [
     ("GET", "/v1/systemone", 405, "POST"), ("POST", "/health", 405, "GET"), ("PUT", "/v1/systemone", 405, "POST"),
-    ("OPTIONS", "/health", 405, "GET"), ("GET", "/v1/models", 404, None), ("POST", "/v1/systemone/", 404, None),
+    ("OPTIONS", "/health", 405, "GET"), ("POST", "/v1/models", 405, "GET"), ("POST", "/v1/systemone/", 404, None),
     ("POST", "/", 404, None), ("GET", "/health/../x", 404, None), ("GET", "/static/x", 404, None),
     ("POST", "/v1%2Fsystemone", 404, None), ("POST", "//v1/systemone", 404, None), ("GET", "/%68ealth", 404, None),
     ("GET", "//health", 404, None), ("POST", "/v1//systemone", 404, None), ("GET", "/health#x", 404, None)])
