@@ -2,6 +2,8 @@
 
     POST /v1/systemone    decide          GET /health    ready?          GET /v1/models    what is served
 
+What a request's head decides (host, key, path, method, media type, length, whether the worker drains) is decided by
+``refuse_head``, which the server asks before it takes in a body; behind another server the application asks itself.
 Every refusal has the contract's error shape. ``/health`` refuses nothing: with 503 too it shows the state that it was
 asked for, as ``status``.
 
@@ -19,7 +21,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
@@ -27,10 +28,13 @@ import flask
 from flask import Flask
 from werkzeug import Request, Response
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+from werkzeug.http import parse_options_header
 
 from jev.contract import MAX_BODY_BYTES
 from jev.engine import Cancelled, ContractError, Engine, InferenceError, Refused
+from jev.http.hosts import checked_hosts, host_refused
 from jev.scheduler import SHUTDOWN_RETRY_SECONDS
+from jev.server import HEAD_ACCEPTED, Refusal, RequestHead
 from jev.settings import Settings
 
 CLIENT_CLOSED_REQUEST = 499             # for the log: nobody is there to receive it
@@ -49,28 +53,50 @@ class _Request(Request):
 
 
 def create_app(engine: Engine, settings: Settings) -> Flask:
-    """The WSGI application that serves ``engine``; of ``settings`` it needs the key."""
+    """The WSGI application that serves ``engine``; of ``settings`` it needs the host, the key and the allowed hosts."""
     app = Flask("jev", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = _Request.max_content_length
     app.url_map.merge_slashes = False
+    urls = app.url_map.bind("worker")
     key = None if settings.api_key is None else settings.api_key.encode()
+    hosts = checked_hosts(settings.host, settings.api_key, settings.allowed_hosts)
 
-    def begin(request: Request) -> Response | None:
-        given = request.headers.get("X-Request-Id", "")
-        request.environ[EXCHANGE] = _Exchange(given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
-        if key is not None and request.path.startswith("/v1/") and not _authorized(request, key):
+    def refusal(head: RequestHead) -> Response | None:
+        """What is wrong with a request that its head shows. The first of several is told."""
+        if hosts is not None and host_refused(head.headers.get("HOST"), head.target, hosts):
+            return _error(403, "forbidden", "this worker answers for the loopback's names and addresses only, and for those "
+                                            "in OPEN_JEV_ALLOWED_HOSTS")
+        if key is not None and head.path.startswith("/v1/") and not _authorized(head, key):
             response = _error(401, "authentication_error", "a valid key is required: Authorization: Bearer KEY")
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
+        if head.method != "POST" or head.path != "/v1/systemone":
+            try:
+                urls.match(head.path.encode("latin-1").decode("utf-8", "replace"), head.method)
+            except HTTPException as error:
+                return _described(error)
+        else:
+            if parse_options_header(head.headers.get("CONTENT_TYPE"))[0].lower() != "application/json":
+                return _error(415, "unsupported_media_type", "Content-Type must be application/json")
+            if head.headers.get("CONTENT_ENCODING", "identity").lower() != "identity":
+                response = _error(415, "unsupported_media_type", "a compressed body is not understood: send it as it is")
+                response.headers["Accept-Encoding"] = "identity"
+                return response
+            if engine.draining:
+                return _try_later("the worker is shutting down", SHUTDOWN_RETRY_SECONDS)
+        if head.content_length is not None and head.content_length > MAX_BODY_BYTES:
+            return _described(RequestEntityTooLarge())
         return None
 
+    def refuse_head(head: RequestHead) -> Refusal | None:
+        response = refusal(head)
+        if response is None:
+            return None
+        _finish(_Exchange(head.method, head.path, head.headers.get("X_REQUEST_ID"), head.content_length), response)
+        headers = [(name, value) for name, value in response.headers if name != "Content-Length"]
+        return Refusal(response.status_code, headers, response.get_data())
+
     def decide(request: Request) -> Response:
-        if request.mimetype != "application/json":
-            return _error(415, "unsupported_media_type", "Content-Type must be application/json")
-        if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-            response = _error(415, "unsupported_media_type", "a compressed body is not understood: send it as it is")
-            response.headers["Accept-Encoding"] = "identity"
-            return response
         body = request.get_data(cache=False)
         if len(body) > MAX_BODY_BYTES:
             raise RequestEntityTooLarge
@@ -94,39 +120,48 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
     for path, view, method in (("/v1/systemone", decide, "POST"), ("/health", health, "GET"), ("/v1/models", models, "GET")):
         app.add_url_rule(path, view.__name__, lambda view=view: view(flask.request), methods=[method],
                          provide_automatic_options=False)
-    app.before_request(lambda: begin(flask.request))
     for kind, handler in HANDLERS:
         app.register_error_handler(kind, lambda error, handler=handler: handler(error, flask.request))
-    app.after_request(lambda response: _finish(flask.request, response))
+    app.after_request(lambda response: _finish(flask.request.environ[EXCHANGE], response))
     routed = app.wsgi_app
 
     def wsgi_app(environ: dict[str, Any], start_response: Callable) -> Iterable[bytes]:
         """Decisions go around Flask's routing and contexts, which take 0.15 ms, and half a millisecond on a processor
         that has had nothing to do while the GPU worked."""
-        if environ["REQUEST_METHOD"] != "POST" or environ["PATH_INFO"] != "/v1/systemone":
-            return routed(environ, start_response)
-        request = _Request(environ)
-        try:
-            response = _finish(request, begin(request) or decide(request))
-        except Exception as error:
-            handler = next(handler for kind, handler in HANDLERS if isinstance(error, kind))
-            response = _finish(request, handler(error, request))
-        return response(environ, start_response)
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        environ[EXCHANGE] = _Exchange(
+            method, path, environ.get("HTTP_X_REQUEST_ID"), int(environ.get("CONTENT_LENGTH") or 0))
+        response = None if environ.get(HEAD_ACCEPTED) else refusal(RequestHead.of(environ))
+        if response is None:
+            if method != "POST" or path != "/v1/systemone":
+                return routed(environ, start_response)
+            request = _Request(environ)
+            try:
+                response = decide(request)
+            except Exception as error:
+                handler = next(handler for kind, handler in HANDLERS if isinstance(error, kind))
+                response = handler(error, request)
+        return _finish(environ[EXCHANGE], response)(environ, start_response)
 
+    app.refuse_head = refuse_head
     app.wsgi_app = wsgi_app
     return app
 
 
-@dataclass
 class _Exchange:
-    """What is known of a request besides itself, kept in its WSGI environment."""
-    id: str
-    started: float = field(default_factory=time.perf_counter)
-    answered: dict[str, Any] = field(default_factory=dict)
+    """A request as the log shows it: kept in its WSGI environment once the application has it."""
+
+    def __init__(self, method: str, path: str, given_id: str | None, bytes_in: int | None) -> None:
+        """path: as in PATH_INFO, latin-1 text. given_id: what the client wants its request to be called."""
+        self.started = time.perf_counter()
+        self.id = given_id if given_id and REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
+        self.method, self.path = method[:16], path.encode("latin-1").decode("utf-8", "replace")[:200]
+        self.bytes_in = bytes_in or 0
+        self.answered: dict[str, Any] = {}
 
 
-def _authorized(request: Request, key: bytes) -> bool:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+def _authorized(head: RequestHead, key: bytes) -> bool:
+    scheme, _, given = head.headers.get("AUTHORIZATION", "").partition(" ")
     # WSGI hands header bytes over as latin-1 text. Both sides are compared whatever the scheme, in constant time.
     same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), key)
     return same and scheme.lower() == "bearer"
@@ -145,8 +180,12 @@ def _refused_by_contract(error: ContractError, request: Request) -> Response:
 
 
 def _refused_for_now(error: Refused, request: Request) -> Response:
-    response = _error(503, "overloaded_error", str(error))
-    response.headers["Retry-After"] = str(error.retry_after)
+    return _try_later(str(error), error.retry_after)
+
+
+def _try_later(message: str, seconds: int) -> Response:
+    response = _error(503, "overloaded_error", message)
+    response.headers["Retry-After"] = str(seconds)
     return response
 
 
@@ -159,6 +198,10 @@ def _client_gone(error: Cancelled, request: Request) -> Response:
 
 
 def _http_error(error: HTTPException, request: Request) -> Response:
+    return _described(error)
+
+
+def _described(error: HTTPException) -> Response:
     if isinstance(error, RequestEntityTooLarge):
         return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
     name = error.name.lower().replace(" ", "_")
@@ -181,13 +224,12 @@ HANDLERS = ((ContractError, _refused_by_contract), (Refused, _refused_for_now), 
             (Cancelled, _client_gone), (HTTPException, _http_error), (Exception, _unexpected))
 
 
-def _finish(request: Request, response: Response) -> Response:
-    exchange = request.environ[EXCHANGE]
+def _finish(exchange: _Exchange, response: Response) -> Response:
     for header in REQUEST_ID_HEADERS:
         response.headers[header] = exchange.id
     access_log.info(json.dumps({
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"), "id": exchange.id,
-        "method": request.method[:16], "path": request.path[:200], "status": response.status_code,
-        "ms": round(1000 * (time.perf_counter() - exchange.started), 3), "bytes_in": request.content_length or 0,
+        "method": exchange.method, "path": exchange.path, "status": response.status_code,
+        "ms": round(1000 * (time.perf_counter() - exchange.started), 3), "bytes_in": exchange.bytes_in,
         "bytes_out": response.content_length or 0, **exchange.answered}))
     return response

@@ -127,6 +127,11 @@ class Engine:
         """Requests admitted and not yet answered."""
         return self.scheduler.admitted
 
+    @property
+    def draining(self) -> bool:
+        """Nothing is admitted any more."""
+        return self.scheduler.draining
+
     def drain(self) -> None:
         """Admit nothing more (ShuttingDown); what was admitted is answered."""
         self.scheduler.drain()

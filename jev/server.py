@@ -12,7 +12,7 @@ still says 503 and answers ``/health`` at once.
 
 from __future__ import annotations
 
-import contextlib
+import heapq
 import logging
 import queue
 import resource
@@ -26,18 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 from waitress import wasyncore
 from waitress.adjustments import Adjustments
-from waitress.buffers import OverflowableBuffer
-from waitress.channel import HTTPChannel
-from waitress.parser import HTTPRequestParser
 from waitress.server import TcpWSGIServer
-from waitress.task import ThreadedTaskDispatcher, WSGITask
-from waitress.utilities import Error
+from waitress.task import ThreadedTaskDispatcher
 
+from jev.http.channel import Channel
+from jev.http.parser import HEAD_ACCEPTED, Refusal, RefuseHead, RequestHead
 from jev.settings import Settings
 
 if TYPE_CHECKING:            # the gateway runs this server too, and has no engine to load
     from jev.engine import Engine
 
+__all__ = ["HEAD_ACCEPTED", "Refusal", "RefuseHead", "RequestHead", "Server", "bind", "url"]
 logger = logging.getLogger("jev.server")
 
 SPARE_THREADS = 17                      # beyond the queue's places: the event loop, refusals, /health, /v1/models
@@ -46,94 +45,8 @@ LEAST_CONNECTIONS = 64                  # even if it does not
 OTHER_DESCRIPTORS = 512
 ROUND_SECONDS = 1.0
 DRAIN_ROUND_SECONDS = 0.02
-# The application refuses bodies over 4 MiB in JSON; this one ends what would fill the disk, in waitress's plain text.
-# Far above the 4 MiB because it counts the framing of chunks too.
-MAX_BODY_BYTES = 64 * 2**20
-
-
-class _NoRoom(Error):
-    code = 503
-    reason = "Service Unavailable"
-
-
-class _Spool(OverflowableBuffer):
-    """A request's body. When it cannot be kept (no space, no descriptor) the rest of it is taken in and dropped."""
-
-    failed = False
-
-    def append(self, data: bytes) -> None:
-        if self.failed:
-            return
-        try:
-            super().append(data)
-        except OSError as error:
-            logger.error("a request's body cannot be kept: %s", error.strerror)
-            self.close()
-            self.buf, self.strbuf, self.failed = None, b"", True
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):      # a file that could not be written is written once more by closing it
-            super().close()
-
-
-class _Parser(HTTPRequestParser):
-    def parse_header(self, header_plus: bytes) -> None:
-        super().parse_header(header_plus)
-        if self.body_rcv is not None:
-            self.body_rcv.buf = _Spool(self.adj.inbuf_overflow)
-
-    def received(self, data: bytes) -> int:
-        consumed = super().received(data)
-        if self.completed and not self.error and self.body_rcv is not None and self.body_rcv.buf.failed:
-            self.error = _NoRoom("no room for the body of this request")
-        return consumed
-
-
-class _Task(WSGITask):
-    def build_response_header(self) -> bytes:
-        if self.channel.server.draining:
-            self.set_close_on_finish()
-        return super().build_response_header()
-
-    def write(self, data: bytes) -> None:
-        if self.wrote_header or not self.complete or not self.has_body or self.content_length != len(data):
-            super().write(data)
-            return
-        # Our responses are one block of known length: head and body leave together, and the client wakes up once.
-        self.channel.write_soon(self.build_response_header() + data)
-        self.wrote_header = True
-        self.content_bytes_written = len(data)
-
-
-class _Channel(HTTPChannel):
-    parser_class = _Parser
-    task_class = _Task
-
-    def service(self) -> None:
-        try:
-            super().service()
-        except BaseException:
-            # Waitress logs it and would keep the connection and its request for ever.
-            with self.requests_lock:
-                for request in self.requests:
-                    request.close()
-                self.requests = []
-                self.will_close = True
-            self.server.pull_trigger()
-            raise
-
-    def writable(self) -> bool:
-        """Not while a thread of ours is sending: it sees to what is left itself. The loop could only spin meanwhile, and
-        keep that thread from the interpreter lock, milliseconds long."""
-        if not self.outbuf_lock.acquire(False):
-            # With so much left the sender waits for the loop, which it wakes while it still holds the lock.
-            return self.total_outbufs_len > self.adj.outbuf_high_watermark
-        self.outbuf_lock.release()
-        return super().writable()
-
-    def idle(self) -> bool:
-        """Nothing is being computed or sent. A request that has not arrived completely counts for nothing."""
-        return not (self.requests or self.total_outbufs_len or self.close_when_flushed)
+EVICTED_AT_ONCE = 64                    # connections, when there is no room for a new one
+FULL_SECONDS = 0.1                      # without accepting, when all connections wait for answers of ours
 
 
 class _Loop:
@@ -211,7 +124,7 @@ class _Threads(ThreadedTaskDispatcher):
         """Threads with nothing to do. Called with the lock held."""
         return len(self.threads) - self.stop_count - self.active_count
 
-    def add_task(self, task: _Channel) -> None:
+    def add_task(self, task: Channel) -> None:
         if threading.get_ident() != self.loop.leader:
             super().add_task(task)
             return
@@ -220,8 +133,41 @@ class _Threads(ThreadedTaskDispatcher):
 
 
 class _Waitress(TcpWSGIServer):
-    channel_class = _Channel
+    """Waitress's listener. At the limit of connections it makes room: those whose clients owe most are closed."""
+
+    channel_class = Channel
     draining = False
+    _next_check = _full_until = 0.0
+    _wanted = False                     # somebody waits to be accepted, and there is no room
+
+    def readable(self) -> bool:
+        now = time.monotonic()
+        if now >= self._next_check:
+            self._next_check = now + ROUND_SECONDS
+            for channel in list(self.active_channels.values()):
+                channel.check(now)
+        if self._wanted:
+            self._wanted = False
+            self._make_room(now)
+        return self.accepting and now >= self._full_until
+
+    def handle_accept(self) -> None:
+        if len(self.active_channels) >= self.adj.connection_limit:
+            self._wanted = True         # not here: the event loop still holds events for those that would go
+        else:
+            super().handle_accept()
+
+    def _make_room(self, now: float) -> None:
+        owing = ((debt, channel) for channel in list(self.active_channels.values())
+                 if (debt := channel.debt(now)) is not None)
+        evicted = heapq.nlargest(EVICTED_AT_ONCE, owing, key=lambda pair: pair[0])
+        for _, channel in evicted:
+            channel.handle_close()
+        if evicted:
+            logger.warning("%d connections are open, as many as may be: closed %d that waited for their clients",
+                           self.adj.connection_limit, len(evicted))
+        else:
+            self._full_until = now + FULL_SECONDS
 
     def close_listener(self) -> None:
         """Take in the connections that already wait, then refuse new ones."""
@@ -259,7 +205,10 @@ def url(sock: socket.socket) -> str:
 
 
 class Server:
-    """Serves a WSGI ``app`` on a bound socket until ``stop``. ``run`` is called once, by one thread."""
+    """Serves a WSGI ``app`` on a bound socket until ``stop``. ``run`` is called once, by one thread.
+
+    ``app.refuse_head``, a RefuseHead, may refuse requests before their bodies are read.
+    """
 
     def __init__(self, app: Callable, engine: Engine, settings: Settings, sock: socket.socket) -> None:
         self.engine = engine
@@ -276,7 +225,8 @@ class Server:
             connection_limit=_connection_limit(settings.queue), asyncore_use_poll=True,
             channel_request_lookahead=1,        # keep reading while a request runs: how a disconnect is noticed
             outbuf_overflow=sys.maxsize,        # an answer is whole in memory already: no disk, which may be full
-            max_request_body_size=MAX_BODY_BYTES, clear_untrusted_proxy_headers=True)
+            clear_untrusted_proxy_headers=True)
+        adjustments.refuse_head = getattr(app, "refuse_head", None)     # a RefuseHead, for the parser
         adjustments.send_bytes = 1              # send from the thread that has the answer, not from the event loop
         self._waitress = _Waitress(
             app, self._map, True, sock, dispatcher=self._threads, adj=adjustments, bind_socket=False,

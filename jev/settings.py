@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from jev.http.hosts import parse_allowed_hosts
+
 BACKENDS = ("auto", "cuda", "numpy")
 MAX_LENGTH_LIMIT = 16384
 
@@ -95,6 +97,10 @@ class Settings:
     drain_seconds: float = _setting(
         60.0, "OPEN_JEV_DRAIN_SECONDS", _seconds,
         "how long SIGTERM waits for admitted requests before giving up on them", "--drain-seconds")
+    allowed_hosts: tuple[str, ...] = _setting(
+        (), "OPEN_JEV_ALLOWED_HOSTS", parse_allowed_hosts,
+        "names, separated by commas, that requests may be for (Host) besides the loopback's, when the address is the "
+        "loopback's and no key is set; * for any", "--allowed-hosts")
     api_key: str | None = field(default=None, repr=False, metadata={
         "env": ["OPEN_JEV_API_KEY"], "parse": _secret, "flag": None,
         "help": "required as `Authorization: Bearer KEY` on /v1/* when set (no flag: others could read it in ps)"})

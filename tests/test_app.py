@@ -128,8 +128,8 @@ def test_the_body_limit_holds_without_a_length(client, length):
     "/", "/v1", "/v1/systemone/", "/v1//systemone", "//health", "/health/", "/v1/models/x", "/static/x", "/favicon.ico",
     "/%2e%2e/etc/passwd"])
 def test_unknown_paths(client, path):
-    check_error(client.get(path), 404, "not_found")
-    check_error(client.post(path, data=body(request()), headers=JSON), 404)
+    check_error(client.get(path, base_url="http://localhost"), 404, "not_found")
+    check_error(client.post(path, base_url="http://localhost", data=body(request()), headers=JSON), 404)
 
 
 @pytest.mark.parametrize("method, path, allowed", [

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jev import server as server_module
 from jev.app import MAX_BODY_BYTES
+from jev.http.channel import Channel
 from jev.server import Server, _connection_limit, bind
 from tests.fakes import FakeBackbone, Worker, body, choice, demo_export, eventually, post, request, serving
 
@@ -68,7 +68,7 @@ def raw(server: Server | Worker, data: bytes) -> socket.socket:
 
 
 def message(data: bytes, *headers: str) -> bytes:
-    lines = ["POST /v1/systemone HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    lines = ["POST /v1/systemone HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
@@ -186,7 +186,7 @@ def application(app, drain_seconds=20):
 
 def test_the_thread_that_reads_a_request_serves_it(monkeypatch):
     readers, servants = [], []
-    received = server_module._Channel.received
+    received = Channel.received
 
     def noted(channel, data):
         readers.append(threading.get_ident())
@@ -197,7 +197,7 @@ def test_the_thread_that_reads_a_request_serves_it(monkeypatch):
         start_response("200 OK", [("Content-Length", "0")])
         return [b""]
 
-    monkeypatch.setattr(server_module._Channel, "received", noted)
+    monkeypatch.setattr(Channel, "received", noted)
     with application(app) as (server, returned):
         for _ in range(30):
             eventually(lambda: server._threads.active_count == 1)       # all but the one that leads are idle

@@ -38,7 +38,9 @@ from jev.gateway.http1 import Answer, Headers, end_to_end
 from jev.gateway.settings import GatewaySettings
 from jev.gateway.upstream import ClientGone, ExchangeFailed, OutOfSockets, Request, Unreachable
 from jev.gateway.workers import Workers
-from jev.server import Server, _Channel, _Parser, _Task, bind
+from jev.http.channel import Channel as _Channel, Task as _Task
+from jev.http.parser import Parser as _Parser
+from jev.server import Server, bind
 from jev.settings import SettingsError
 
 logger = logging.getLogger("jev.gateway.app")

@@ -166,7 +166,7 @@ def health(port: int) -> int:
 
 def post_bytes(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
     """A POST to /v1/systemone as bytes, with a Content-Length that may be wrong."""
-    lines = [b"POST /v1/systemone HTTP/1.1", b"Host: x", b"Content-Type: application/json", *headers,
+    lines = [b"POST /v1/systemone HTTP/1.1", b"Host: localhost", b"Content-Type: application/json", *headers,
              b"Content-Length: %d" % (len(body) if length is None else length)]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
