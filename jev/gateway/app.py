@@ -33,26 +33,28 @@ from waitress.utilities import build_http_date
 from jev import access_log
 from jev.access_log import CLIENT_CLOSED_REQUEST
 from jev.arguments import Parser
-from jev.errors import error_body
 from jev.gateway.http1 import Answer, Headers, end_to_end
 from jev.gateway.settings import GatewaySettings
 from jev.gateway.upstream import ClientGone, ExchangeFailed, OutOfSockets, Request, Unreachable
 from jev.gateway.workers import Workers
-from jev.http.channel import Channel as _Channel, Task as _Task
-from jev.http.parser import Parser as _Parser
+from jev.http.channel import Channel, Task
+from jev.http.errors import error_body
+from jev.http.hosts import host_refused
+from jev.http.parser import HEAD_ACCEPTED, Parser as RequestParser, Refusal, RequestHead
 from jev.server import Server, bind
 from jev.settings import SettingsError
 
 logger = logging.getLogger("jev.gateway.app")
 
 DECISION_SECONDS = 60.0
+RETRY_AFTER_DRAIN = ("Retry-After", "5")
 METHODS = {"/v1/systemone": "POST", "/health": "GET", "/v1/models": "GET"}      # what is forwarded
 MAX_BODY_BYTES = 4 << 20                # the worker's, jev.contract's, which would load NumPy
 URL_CHARACTERS = bytes(range(0x21, 0x7F))
 ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # before the path, in a target as proxies get it
 
 
-class GatewayParser(_Parser):
+class GatewayParser(RequestParser):
     """Keeps the header lines as they were sent; WSGI's own form joins repetitions and drops names with underscores."""
 
     header_items: list[tuple[str, str]] = []
@@ -64,7 +66,7 @@ class GatewayParser(_Parser):
         self.header_items = [(name, value.strip(" \t")) for name, _, value in pairs]
 
 
-class GatewayTask(_Task):
+class GatewayTask(Task):
     """Hands the header lines to the application, and writes a response's headers as the application gave them."""
 
     def get_environment(self) -> dict:
@@ -75,9 +77,8 @@ class GatewayTask(_Task):
     def build_response_header(self) -> bytes:
         # Waitress would re-spell and sort the names and add `Via: waitress`. Every response here is whole, so its
         # length is known and chunking never arises.
-        wants = [token.strip() for token in self.request.headers.get("CONNECTION", "").lower().split(",")]
-        keep = "close" not in wants and (self.version == "1.1" or "keep-alive" in wants)
-        keep = keep and not self.channel.server.draining
+        wants = self.request.headers.get("CONNECTION", "")          # the parser has made one word of a list
+        keep = (wants != "close" if self.version == "1.1" else wants == "keep-alive") and not self.channel.server.draining
         lines = [f"HTTP/{self.version} {self.status}"]
         lines += [f"{name}: {value}" for name, value in self.response_headers]
         if not any(name.lower() == "date" for name, _ in self.response_headers):
@@ -90,7 +91,7 @@ class GatewayTask(_Task):
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-class GatewayChannel(_Channel):
+class GatewayChannel(Channel):
     parser_class = GatewayParser
     task_class = GatewayTask
 
@@ -111,9 +112,42 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
     slots = threading.BoundedSemaphore(settings.queue)
     get_seconds = settings.health_timeout_ms / 1000
 
+    hosts = settings.hosts()
+
+    def refusal(head: RequestHead) -> _Reply | None:
+        """The answer to a request that no worker needs to see, known from its head alone."""
+        if hosts is not None and host_refused(head.headers.get("HOST"), head.target, hosts):
+            return _error(403, "forbidden", "this gateway answers for the loopback's names and addresses only, and for those "
+                                            "in OMNI_JEV_ALLOWED_HOSTS")
+        path = target_path(head.target)
+        expected = METHODS.get(path)
+        if expected is None:
+            known = ", ".join(f"{method} {path}" for path, method in METHODS.items())
+            return _error(404, "not_found", f"no such path; there are {known}")
+        if head.method != expected and (head.method, expected) != ("HEAD", "GET"):
+            allow = "GET, HEAD" if expected == "GET" else expected
+            return _error(405, "method_not_allowed", "this path does not take this method", ("Allow", allow))
+        if workers.draining and path == "/health":
+            return _json(503, {"status": "draining"}, RETRY_AFTER_DRAIN)
+        if workers.draining:
+            return _error(503, "overloaded_error", "the gateway is shutting down", RETRY_AFTER_DRAIN)
+        if (head.content_length or 0) > MAX_BODY_BYTES:
+            return _too_large()
+        return None
+
+    def refuse_head(head: RequestHead) -> Refusal | None:
+        started = time.perf_counter()
+        reply = refusal(head)
+        if reply is None:
+            return None
+        _finish(head.method, head.target, head.headers.get("X_REQUEST_ID", ""), head.content_length or 0, None, reply, started)()
+        return Refusal(reply.status, [item for item in reply.headers if item[0] != "Content-Length"], reply.body)
+
     def answer(request: Request) -> _Reply:
         if request.method == "GET":
             return _forward(workers.get, request, get_seconds)
+        if request.length > MAX_BODY_BYTES:         # it came in chunks
+            return _too_large()
         if not slots.acquire(blocking=False):
             return _error(503, "overloaded_error", "too many requests in hand", ("Retry-After", "1"))
         try:
@@ -123,21 +157,21 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
 
     def app(environ: dict, start_response: Callable) -> _Sent:
         started = time.perf_counter()
-        path, length = target_path(environ["REQUEST_URI"]), int(environ.get("CONTENT_LENGTH") or 0)
         request = None
-        reply = refusal(environ["REQUEST_METHOD"], path, length)
+        reply = None if environ.get(HEAD_ACCEPTED) else refusal(RequestHead.of(environ))
         if reply is None:
-            request = _request(environ, path, length)
+            request = _request(environ)
             try:
                 reply = answer(request)
-            except Exception as error:
-                # Without the message, which may quote the request.
+            except BaseException as error:          # whatever it is; without its message, which may quote the request
                 logger.error("a request failed: %s at\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
                 reply = _error(500, "internal_error", "internal error")
-        line = _finish(environ, path, length, request, reply, started)
+        line = _finish(environ["REQUEST_METHOD"], environ["REQUEST_URI"], environ.get("HTTP_X_REQUEST_ID", ""),
+                       int(environ.get("CONTENT_LENGTH") or 0), request, reply, started)
         start_response(f"{reply.status} {reply.reason}", reply.headers)
         return _Sent(() if environ["REQUEST_METHOD"] == "HEAD" else (reply.body,), line)
 
+    app.refuse_head = refuse_head
     return app
 
 
@@ -146,28 +180,15 @@ def target_path(target: str) -> str:
     return ABSOLUTE.sub("", target).partition("?")[0]
 
 
-def refusal(method: str, path: str, length: int) -> _Reply | None:
-    """The answer to a request that no worker needs to see, known from its head alone. `length` is its body's."""
-    expected = METHODS.get(path)
-    if expected is None:
-        known = ", ".join(f"{method} {path}" for path, method in METHODS.items())
-        return _error(404, "not_found", f"no such path; there are {known}")
-    if method != expected and (method, expected) != ("HEAD", "GET"):
-        allow = "GET, HEAD" if expected == "GET" else expected
-        return _error(405, "method_not_allowed", "this path does not take this method", ("Allow", allow))
-    if length > MAX_BODY_BYTES:
-        return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
-    return None
-
-
-def _request(environ: dict, path: str, length: int) -> Request:
-    target = path
+def _request(environ: dict) -> Request:
+    path = target = target_path(environ["REQUEST_URI"])
     if environ["QUERY_STRING"]:
         # Bytes that no URL may hold are percent-encoded; any other query passes untouched.
         target += "?" + quote_from_bytes(environ["QUERY_STRING"].encode("latin-1"), safe=URL_CHARACTERS)
     # Expect was answered here, when the client's body was taken in.
     headers = [item for item in end_to_end(environ["jev.header_items"]) if item[0].lower() not in ("host", "expect")]
-    return Request(METHODS[path], target, headers, environ["wsgi.input"], length, environ["waitress.client_disconnected"])
+    return Request(METHODS[path], target, headers, environ["wsgi.input"],
+                   int(environ.get("CONTENT_LENGTH") or 0), environ["waitress.client_disconnected"])
 
 
 def _forward(send: Callable[[Request, float], Answer], request: Request, seconds: float) -> _Reply:
@@ -190,16 +211,24 @@ def _forward(send: Callable[[Request, float], Answer], request: Request, seconds
 
 
 def _error(status: int, error_type: str, message: str, *headers: tuple[str, str]) -> _Reply:
-    body = json.dumps(error_body(error_type, message)).encode()
+    return _json(status, error_body(error_type, message), *headers)
+
+
+def _too_large() -> _Reply:
+    return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
+
+
+def _json(status: int, content: dict, *headers: tuple[str, str]) -> _Reply:
+    body = json.dumps(content).encode()
     reason = "Client Closed Request" if status == CLIENT_CLOSED_REQUEST else HTTPStatus(status).phrase
     fixed = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
     return _Reply(status, reason, [*fixed, *headers], body)
 
 
-def _finish(
-    environ: dict, path: str, length: int, request: Request | None, reply: _Reply, started: float) -> Callable[[], None]:
-    """What writes the request's line in the access log. An answer of our own gets a request id first; a worker's has one."""
-    given = environ.get("HTTP_X_REQUEST_ID", "")
+def _finish(method: str, target: str, given: str, length: int, request: Request | None, reply: _Reply,
+            started: float) -> Callable[[], None]:
+    """What writes the request's line in the access log. An answer of our own gets a request id first, `given` by the client
+    or made up; a worker's has one."""
     if reply.own:
         id = access_log.request_id(given)
         reply.headers += [(name, id) for name in access_log.REQUEST_ID_HEADERS]
@@ -208,7 +237,7 @@ def _finish(
     worker = {} if request is None or request.worker is None else {
         "worker": request.worker, "worker_ms": round(1000 * request.worker_seconds, 3)}
     return functools.partial(
-        access_log.write, id, environ["REQUEST_METHOD"], path, reply.status, time.perf_counter() - started, length,
+        access_log.write, id, method, target_path(target), reply.status, time.perf_counter() - started, length,
         len(reply.body), **worker)
 
 

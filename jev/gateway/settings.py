@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
+from jev.http.hosts import checked_hosts, parse_allowed_hosts
 from jev.settings import SettingsError
 
 MIB = 1024 * 1024
@@ -26,6 +27,8 @@ class GatewaySettings:
     health_timeout_ms: int = _setting(2000, 60_000, "milliseconds that GET /health may take")
     max_response_bytes: int = _setting(16 * MIB, 1024 * MIB, "largest body that is accepted from a worker")
     queue: int = _setting(256, 2048, "decisions in hand at a time; one more is answered 503")
+    allowed_hosts: str = _setting("", 0, "names, separated by commas, that requests may be for (Host) besides the loopback's, "
+                                  "when the address to listen on is the loopback's; * for any")
     drain_seconds: int = _setting(60, 86_400, "how long SIGTERM waits for requests in hand before giving up on them")
 
     @classmethod
@@ -49,6 +52,7 @@ class GatewaySettings:
             values[f.name] = int(text) if high else text
         settings = cls(**values)
         settings.address()
+        settings.hosts()
         if any(url.startswith("https:") for url in settings.backends()) and environ.get("SSL_CERT_FILE"):
             # OpenSSL passes over a file that it cannot read, and then no worker's certificate would be good.
             try:
@@ -70,6 +74,14 @@ class GatewaySettings:
             message = "OMNI_JEV_BIND: expected an IP address and a port, as in 127.0.0.1:8080 or [::1]:8080"
             raise SettingsError(message) from None
         return str(ip), int(port)
+
+    def hosts(self) -> frozenset[str] | None:
+        """The hosts that requests may be for besides the loopback's, or None for any."""
+        try:
+            allowed = parse_allowed_hosts(self.allowed_hosts) if self.allowed_hosts else ()
+        except ValueError:
+            raise SettingsError("OMNI_JEV_ALLOWED_HOSTS: expected host names separated by commas, without ports") from None
+        return checked_hosts(self.address()[0], None, allowed)
 
     def backends(self) -> list[str]:
         """The worker URLs of `backend_url`, without a trailing slash."""
@@ -96,6 +108,10 @@ def parse_backends(text: str) -> list[str]:
             raise SettingsError(f"{which}: the URL must not hold credentials")
         if "?" in url or "#" in url:
             raise SettingsError(f"{which}: the URL must not hold a query or fragment")
+        try:
+            (parts.hostname or "").encode("idna")
+        except UnicodeError:            # an empty label, or one of more than 63 characters
+            raise SettingsError(f"{which}: the host or port is not valid") from None
         if not parts.hostname or port == 0:
             raise SettingsError(f"{which}: the URL must name a host, and a port other than 0 if any")
         url = url.rstrip("/")

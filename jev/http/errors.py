@@ -1,4 +1,4 @@
-"""The body of an error, the same from the worker, the gateway and the command line."""
+"""The body of an error, the same from the worker, the gateway and the server under both."""
 
 from __future__ import annotations
 
