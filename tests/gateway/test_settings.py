@@ -12,10 +12,18 @@ def test_the_settings():
     assert GatewaySettings.from_environment({}) == GatewaySettings()
     settings = GatewaySettings.from_environment(
         {"OMNI_JEV_BIND": "[::1]:80", "OMNI_JEV_BACKEND_URL": " http://a:1/p/ , https://b ",
-         "OMNI_JEV_HEALTH_TIMEOUT_MS": "", "OMNI_JEV_MAX_RESPONSE_BYTES": "7"}, queue="3")
+         "OMNI_JEV_HEALTH_TIMEOUT_MS": "", "OMNI_JEV_MAX_RESPONSE_BYTES": "7", "OMNI_JEV_ALLOWED_HOSTS": "A.example, b"},
+        queue="3")
+    assert settings.hosts() == {"a.example", "b"}
     assert settings.address() == ("::1", 80)
     assert settings.backends() == ["http://a:1/p", "https://b"]
     assert (settings.health_timeout_ms, settings.max_response_bytes, settings.queue) == (2000, 7, 3)
+
+
+def test_any_host_is_answered_for_where_others_can_reach_the_gateway():
+    for bind, allowed, hosts in (("0.0.0.0:80", "", None), ("192.0.2.1:80", "a", None), ("127.0.0.1:80", "*", None),
+                                 ("127.0.0.1:80", "", frozenset()), ("[::1]:80", "a", {"a"})):
+        assert GatewaySettings(bind=bind, allowed_hosts=allowed).hosts() == hosts
 
 
 @pytest.mark.parametrize("name, value, says", [
@@ -31,7 +39,9 @@ def test_the_settings():
     ("BACKEND_URL", "http://host/\u00e9hunter2", "characters"),
     ("BACKEND_URL", "http:///hunter2", "host"),
     ("BACKEND_URL", "ftp://hunter2", "http:// or https://"),
-    ("BACKEND_URL", "http://a,http://a/", "twice"),
+    ("BACKEND_URL", "http://a..hunter2", "host or port"), ("BACKEND_URL", f"http://hunter2{'x' * 60}", "host or port"),
+    ("BACKEND_URL", "http://a,http://a/", "twice"), ("ALLOWED_HOSTS", "http://hunter2", "host names"),
+    ("ALLOWED_HOSTS", "hunter2:80", "without ports"),
     ("BACKEND_URL", "http://a,", "entry 2"),
     ("BIND", "localhost:hunter2", "IP address"), ("BIND", "localhost:8080", "IP address"),
     ("BIND", "8080", "IP address"), ("BIND", "::1:80", "IP address"), ("BIND", "127.0.0.1:65536", "IP address"),
