@@ -57,6 +57,12 @@ def test_a_wrong_setting_is_named_and_its_value_is_not(name, value, says):
     assert caught.value.__context__ is None or caught.value.__suppress_context__  # nor in a traceback
 
 
+def test_all_mistakes_are_told_at_once_by_the_names_that_were_used():
+    with pytest.raises(SettingsError) as caught:
+        GatewaySettings.from_environment({"OMNI_JEV_QUEUE": "0", "OMNI_JEV_BIND": "nowhere"}, bind="8080", backend_url="x")
+    assert [line.partition(":")[0] for line in str(caught.value).split("\n")] == ["--bind", "--backend-url", "OMNI_JEV_QUEUE"]
+
+
 def test_the_file_of_certificates_is_looked_at_before_anything_is_served(tmp_path):
     (tmp_path / "hunter2").write_text("no certificate")
     for name, says in ("missing", "No such file"), ("hunter2", "no certificates in it"):
