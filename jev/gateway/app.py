@@ -111,7 +111,6 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
     """The gateway as a WSGI application. It needs `GatewayChannel` under it for headers as they were sent."""
     slots = threading.BoundedSemaphore(settings.queue)
     get_seconds = settings.health_timeout_ms / 1000
-
     hosts = settings.hosts()
 
     def refusal(head: RequestHead) -> _Reply | None:

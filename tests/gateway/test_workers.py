@@ -247,6 +247,11 @@ def test_a_worker_behind_tls(tmp_path, monkeypatch, caplog):
             body = bytes(range(256)) * 4000
             assert gate.ask(body).body == body and gate.ask().body == b"{}"
             assert len([r for r in worker.requests if r.connection == worker.requests[0].connection]) == 2
+            worker.script = lambda sock, request: sock.sendall(reply("200 OK", b"whole")) or True
+            assert gate.ask().body == b"whole"
+            # Without TLS's goodbye nobody knows whether an answer that ends with its connection was cut off.
+            worker.script = lambda sock, request: sock.sendall(reply("200 OK", b"cut", length=False)) or True
+            assert gate.ask().status == 502
             worker.script = lambda sock, request: time.sleep(20)
             assert gate.health().status == 504
 
