@@ -101,7 +101,7 @@ class Worker:
     def _exchange(self, request: Request, deadline: float) -> Answer:
         sock = self._idle_connection() or self._connect(deadline, request.gone)
         sock.deadline, sock.gone = deadline, request.gone
-        reusable = False
+        answer, reusable = None, False
         try:
             sent = self._send(sock, request)
             answer, persistent = read_answer(sock.recv, self._limit)
@@ -118,8 +118,10 @@ class Worker:
             if reusable:
                 with self._lock:
                     self._idle.append((time.monotonic(), sock))
-            else:
+            elif answer is not None:
                 sock.close()
+            else:
+                sock.reset()
 
     def _send(self, sock: Socket | TLSSocket, request: Request) -> bool:
         """False when the worker stopped reading: it may have answered already (413, say), so that is read next."""

@@ -232,7 +232,7 @@ def test_an_answer_while_the_body_is_sent(worker, gate, interim):
 
 @pytest.mark.parametrize("leave", ["close", "reset"])
 def test_a_client_that_leaves_ends_the_work_for_it(worker, gate, leave):
-    worker.script = lambda sock, request: bool(sock.recv(1) == b"")       # until the gateway hangs up
+    worker.script = lambda sock, request: sock.recv(1) or True            # until the gateway hangs up
     sock = gate.connect()
     sock.sendall(b"POST /v1/systemone HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
     assert eventually(lambda: len(worker.requests) == 1)
@@ -254,6 +254,21 @@ def test_a_client_that_closes_its_sending_side_gets_its_answer(worker, gate):
         left.set()
         got = b"".join(iter(lambda: sock.recv(65536), b""))
     assert got.startswith(b"HTTP/1.1 200") and got.endswith(b"{}")
+
+
+def test_a_worker_that_nobody_waits_for_is_told_by_a_reset(worker, gate, short):
+    ends = []
+
+    def script(sock, request):
+        try:
+            ends.append(sock.recv(1))
+        except ConnectionResetError as error:
+            ends.append(error)
+        return True
+
+    worker.script = script
+    check_error(gate.ask(), 504, "gateway_timeout")
+    assert eventually(lambda: len(ends) == 1) and isinstance(ends[0], ConnectionResetError)
 
 
 @pytest.mark.parametrize("data", [
