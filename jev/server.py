@@ -140,7 +140,9 @@ class _Waitress(TcpWSGIServer):
     _next_check = _full_until = 0.0
     _wanted = False                     # somebody waits to be accepted, and there is no room
 
-    def readable(self) -> bool:
+    def check_connections(self) -> None:
+        """End what lasts too long and make room. Between two rounds of the event loop, never within one: it would take
+        its events for a connection that was closed for those of a new one with the same descriptor."""
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + ROUND_SECONDS
@@ -149,11 +151,13 @@ class _Waitress(TcpWSGIServer):
         if self._wanted:
             self._wanted = False
             self._make_room(now)
-        return self.accepting and now >= self._full_until
+
+    def readable(self) -> bool:
+        return self.accepting and time.monotonic() >= self._full_until
 
     def handle_accept(self) -> None:
         if len(self.active_channels) >= self.adj.connection_limit:
-            self._wanted = True         # not here: the event loop still holds events for those that would go
+            self._wanted = True
         else:
             super().handle_accept()
 
@@ -280,6 +284,7 @@ class Server:
             self._round(DRAIN_ROUND_SECONDS)
 
     def _round(self, seconds: float) -> None:
+        self._waitress.check_connections()
         wasyncore.loop(timeout=seconds, use_poll=True, map=self._map, count=1)
 
 

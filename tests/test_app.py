@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from jev.app import MAX_BODY_BYTES, create_app
 from jev.engine import Engine
+from jev.http.parser import RequestHead
 from jev.model.backbone import BackendError
 from jev.settings import Settings
 from tests.fakes import FakeBackbone, body, choice, demo_export, request
@@ -47,6 +48,14 @@ def broken(engine):
     yield
     engine.backbone.fail = lambda sequences: None
     engine.answer(body(request()))
+
+
+@pytest.fixture
+def access(caplog):
+    logger = logging.getLogger("jev.access")
+    logger.setLevel(logging.INFO)
+    yield lambda: [json.loads(r.getMessage()) for r in caplog.records if r.name == "jev.access"]
+    logger.setLevel(logging.NOTSET)
 
 
 def post(client, data, headers=JSON, **more):
@@ -188,6 +197,95 @@ def test_without_a_key_the_header_is_ignored(client):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What a head decides
+
+
+def head(method="POST", path="/v1/systemone", length=2, target=None, **headers):
+    """A head that is good but for what is given; a field that is None is missing."""
+    fields = {"HOST": "localhost:8000", "CONTENT_TYPE": "application/json", **headers}
+    return RequestHead(method, path, target or path, {k: v for k, v in fields.items() if v is not None}, length)
+
+
+@pytest.mark.parametrize("bad, status", [
+    ({"HOST": "attacker.example"}, 403), ({"target": "http://attacker.example/v1/systemone"}, 403),
+    ({"path": "/nowhere"}, 404), ({"path": ""}, 404), ({"path": "*", "method": "OPTIONS"}, 404), ({"path": "/\xff"}, 404),
+    ({"method": "PUT"}, 405), ({"method": "OPTIONS"}, 405), ({"method": "HEAD"}, 405), ({"path": "/health"}, 405),
+    ({"CONTENT_TYPE": None}, 415), ({"CONTENT_TYPE": "text/plain"}, 415), ({"CONTENT_ENCODING": "gzip"}, 415),
+    ({"length": MAX_BODY_BYTES + 1}, 413), ({"method": "GET", "path": "/health", "length": MAX_BODY_BYTES + 1}, 413)])
+def test_heads_that_are_refused(engine, access, bad, status):
+    app = create_app(engine, Settings())
+    refusal = app.refuse_head(head(**bad, X_REQUEST_ID="abc-1"))
+    error = json.loads(refusal.body)
+    assert refusal.status == status and set(error) == {"error", "detail"}
+    headers = dict(refusal.headers)
+    assert headers["X-Request-Id"] == headers["X-TypeSafe-Request-Id"] == "abc-1" and headers["Content-Type"] == "application/json"
+    assert "Content-Length" not in headers and ("Allow" in headers) == (status == 405)
+    line, = access()
+    assert (line["id"], line["status"], line["bytes_out"]) == ("abc-1", status, len(refusal.body))
+
+
+@pytest.mark.parametrize("good", [
+    {}, {"length": None}, {"length": MAX_BODY_BYTES}, {"CONTENT_TYPE": "Application/JSON; charset=x"}, {"HOST": "[::1]:1"},
+    {"HOST": None}, {"CONTENT_ENCODING": "Identity"}, {"method": "GET", "path": "/health", "CONTENT_TYPE": None},
+    {"method": "HEAD", "path": "/v1/models", "length": 0}])
+def test_heads_that_are_taken(engine, access, good):
+    assert create_app(engine, Settings()).refuse_head(head(**good)) is None and access() == []
+
+
+def test_the_key_is_a_matter_of_the_head_and_comes_before_what_else_is_wrong(engine):
+    app = create_app(engine, Settings(api_key=KEY))
+    for wrong in ({}, {"AUTHORIZATION": f"Bearer {KEY}x"}, {"path": "/v1/nowhere"}, {"CONTENT_TYPE": None}, {"length": 1 << 40}):
+        refusal = app.refuse_head(head(**wrong))
+        assert refusal.status == 401 and ("WWW-Authenticate", "Bearer") in refusal.headers
+    assert app.refuse_head(head(AUTHORIZATION=f"Bearer {KEY}")) is None
+    assert app.refuse_head(head(AUTHORIZATION=f"Bearer {KEY}", HOST="any.example")) is None     # the key keeps pages out
+    assert app.refuse_head(head("GET", "/health")) is None
+
+
+def test_a_worker_that_drains_refuses_heads(export):
+    engine = Engine(export, FakeBackbone(), Settings())
+    try:
+        app = create_app(engine, Settings())
+        assert app.refuse_head(head()) is None
+        engine.drain()
+        refusal = app.refuse_head(head())
+        assert refusal.status == 503 and "shutting down" in json.loads(refusal.body)["error"]
+        assert int(dict(refusal.headers)["Retry-After"]) >= 1
+        assert app.refuse_head(head("GET", "/health")) is None
+    finally:
+        engine.close()
+
+
+def test_hosts(engine):
+    local, named, public = (create_app(engine, Settings(**more)).test_client() for more in (
+        {}, {"allowed_hosts": ("worker.example",)}, {"host": "0.0.0.0"}))
+    for client, host, status in (
+            (local, "localhost", 200), (local, "127.0.0.1:8000", 200), (local, "worker.example", 403),
+            (named, "worker.example:80", 200), (named, "localhost", 200), (named, "other.example", 403),
+            (public, "other.example", 200)):
+        for path in ("/health", "/v1/models"):
+            response = client.get(path, headers={"Host": host})
+            assert response.status_code == status
+            if status == 403:
+                assert "OPEN_JEV_ALLOWED_HOSTS" in check_error(response, 403, "forbidden")["error"]
+        assert post(client, body(request()), {**JSON, "Host": host}).status_code == status
+
+
+def test_pages_of_other_origins_get_no_permission(client):
+    page = {"Origin": "https://attacker.example"}
+    preflight = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type",
+                 "Access-Control-Request-Private-Network": "true"}
+    for path in ("/v1/systemone", "/health", "/v1/models", "/nowhere"):
+        assert client.options(path, headers=preflight).status_code in (404, 405)
+    for response in (client.options("/v1/systemone", headers=preflight), client.get("/health", headers=page),
+                     post(client, body(request()), {**JSON, **page})):
+        assert not [name for name, _ in response.headers if name.lower().startswith("access-control-")]
+    # What a page may send without asking is not taken.
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        check_error(post(client, body(request()), {**page, "Content-Type": content_type}), 415)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # 503 and 500
 
 
@@ -230,14 +328,6 @@ def test_an_unexpected_error_is_json_and_its_log_quotes_nothing(client, engine, 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The log
-
-
-@pytest.fixture
-def access(caplog):
-    logger = logging.getLogger("jev.access")
-    logger.setLevel(logging.INFO)
-    yield lambda: [json.loads(r.getMessage()) for r in caplog.records if r.name == "jev.access"]
-    logger.setLevel(logging.NOTSET)
 
 
 def test_one_line_for_each_request(client, access):

@@ -37,6 +37,7 @@ def test_graph_has_two_names(environ, graph):
     ("OPEN_JEV_PORT", "65536"), ("OPEN_JEV_PORT", "x"), ("OPEN_JEV_PORT", "-1"), ("OPEN_JEV_BACKEND", "CUDA"),
     ("OPEN_JEV_MAX_LENGTH", "0"), ("OPEN_JEV_MAX_LENGTH", "16385"), ("OPEN_JEV_GRAPH", "yes"), ("CUA_S1_GRAPH", "2"),
     ("OPEN_JEV_QUEUE", "0"), ("OPEN_JEV_BATCH_ROWS", "0"), ("OPEN_JEV_DRAIN_SECONDS", "nan"), ("OPEN_JEV_HOST", "a b"),
+    ("OPEN_JEV_ALLOWED_HOSTS", "a:80"),
     ("OPEN_JEV_API_KEY", ""), ("OPEN_JEV_API_KEY", "two words")])
 def test_refusals_name_the_variable(name, value):
     with pytest.raises(SettingsError, match=f"^{name}: expected"):
