@@ -32,6 +32,7 @@ from werkzeug.http import parse_options_header
 
 from jev.contract import MAX_BODY_BYTES
 from jev.engine import Cancelled, ContractError, Engine, InferenceError, Refused, RequestTooLarge
+from jev.http.errors import error_body
 from jev.http.hosts import checked_hosts, host_refused
 from jev.scheduler import SHUTDOWN_RETRY_SECONDS
 from jev.server import HEAD_ACCEPTED, Refusal, RequestHead
@@ -173,7 +174,7 @@ def _json(status: int, value: Any) -> Response:
 
 
 def _error(status: int, error_type: str, message: str) -> Response:
-    return _json(status, {"error": message, "detail": {"error_type": error_type, "message": message}})
+    return _json(status, error_body(error_type, message))
 
 
 def _refused_by_contract(error: ContractError, request: Request) -> Response:

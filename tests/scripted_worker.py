@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jev.gateway.app import Gateway, GatewaySettings
+from jev.gateway.app import Gateway
+from jev.gateway.settings import GatewaySettings
 from jev.server import bind
 
 Script = Callable[[socket.socket, "Request"], "bool | str | None"]

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.fakes import FakeBackbone, demo_export, serving
+from tests.scripted_worker import gateway
 
 sdk = pytest.importorskip("typesafe_sdk", reason="needs the package typesafe-sdk")
 
@@ -18,8 +19,8 @@ def server(tmp_path_factory):
         yield server
 
 
-def client(server, key: str = "a-key"):
-    return sdk.TypeSafeClient(api_key=key, base_url=server.url, retry=sdk.RetryPolicy(max_retries=0), timeout=30,
+def client(server, key: str = "a-key", url: str | None = None):
+    return sdk.TypeSafeClient(api_key=key, base_url=url or server.url, retry=sdk.RetryPolicy(max_retries=0), timeout=30,
                               compression=False)
 
 
@@ -71,3 +72,15 @@ def test_models_and_errors_are_understood(server):
         assert refused.value.request_id
     with client(server, "another-key") as stranger, pytest.raises(sdk.TypeSafeAuthenticationError):
         stranger.system_one(state="x", questions={"q": sdk.Noul(instructions="?")})
+
+
+def test_through_the_gateway(server):
+    with gateway(server.url) as gate:
+        url = f"http://127.0.0.1:{gate.port}"
+        with client(server, url=url) as typesafe:
+            entry, = typesafe.models.list().models
+            assert entry.name == "open-jev-demo"
+            response = typesafe.system_one(state="x", questions={"q": sdk.Noul(instructions="?")})
+            assert 0 <= response.nouls["q"].noul <= 1
+        with client(server, "another-key", url) as stranger, pytest.raises(sdk.TypeSafeAuthenticationError):
+            stranger.models.list()

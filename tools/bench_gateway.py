@@ -20,7 +20,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +58,7 @@ def serve(sock):
             time.sleep(pause)
         sock.sendall(reply)
 listener = socket.create_server(("127.0.0.1", 0))
-print(listener.getsockname()[1], flush=True)
+print("port", listener.getsockname()[1], flush=True)
 while True:
     threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
 """
@@ -91,8 +93,17 @@ def summary(latencies: list[float]) -> dict[str, float]:
     return {f"p{p}_ms": round(1000 * cuts[p - 1], 3) for p in (10, 50, 90, 99)}
 
 
-def start(command: list[str], **environ: str) -> subprocess.Popen:
-    return child(command, cwd=ROOT, env={**os.environ, **environ}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def start(command: list[str], said: str, **environ: str) -> tuple[subprocess.Popen, int]:
+    """A process and its port: the number after `said` in its output, which nobody reads any further."""
+    with tempfile.TemporaryFile("a+") as output:
+        started = child(command, cwd=ROOT, env={**os.environ, **environ}, stdout=output, stderr=output)
+        while started.poll() is None:
+            output.seek(0)
+            for line in output:
+                if said in line and line.endswith("\n"):
+                    return started, int(line.partition(said)[2].partition(",")[0])
+            time.sleep(0.02)
+    raise SystemExit(f"{' '.join(command[:4])} did not start")
 
 
 def main() -> int:
@@ -108,16 +119,18 @@ def main() -> int:
     for name, sent, received, clients in (("2 KB in, 1 KB out, 1 client", 2000, 1000, 1),
                                           ("64 KB in, 16 KB out, 1 client", 64_000, 16_000, 1),
                                           ("2 KB in, 1 KB out, 8 clients", 2000, 1000, 8)):
-        worker = start([sys.executable, "-c", WORKER, str(received), str(args.pause / 1e3)])
-        worker_port = int(worker.stdout.readline())
-        gateway = start([sys.executable, "-m", "jev", "frontend"], OMNI_JEV_BIND="127.0.0.1:0",
-                        OMNI_JEV_BACKEND_URL=f"http://127.0.0.1:{worker_port}")
+        children = []
         try:
-            port = next(int(line.split("127.0.0.1:")[1].split(",")[0]) for line in gateway.stderr if "listening" in line)
+            command = [sys.executable, "-c", WORKER, str(received), str(args.pause / 1e3)]
+            worker, worker_port = start(command, "port ")
+            children.append(worker)
+            gateway, port = start([sys.executable, "-m", "jev", "frontend"], "listening on http://127.0.0.1:",
+                                  OMNI_JEV_BIND="127.0.0.1:0", OMNI_JEV_BACKEND_URL=f"http://127.0.0.1:{worker_port}")
+            children.append(gateway)
             both = measure((worker_port, port), clients, b"x" * sent, args.requests, args.pause / 1e3)
         finally:
-            for process in (gateway, worker):
-                process.terminate()
+            for process in reversed(children):
+                process.kill()
                 process.wait(10)
         direct, forwarded = map(summary, both)
         added = round(forwarded["p50_ms"] - direct["p50_ms"], 3)

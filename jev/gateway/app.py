@@ -1,8 +1,9 @@
 """The gateway, `jev frontend`: one address in front of one or more workers.
 
-`POST /v1/systemone` and `GET /health` go to a worker and come back as they were: body bytes, status, repeated and
-oddly spelt headers included. Everything else is answered here, in the worker's own form of error. How one
-worker is spoken to is in `jev.gateway.upstream`, how one is chosen among several in `jev.gateway.workers`.
+`POST /v1/systemone`, `GET /health` and `GET /v1/models` go to a worker and come back as they were: body bytes, status,
+repeated and oddly spelt headers included. Everything else is answered here, in the worker's own form of error. How one
+worker is spoken to is in `jev.gateway.upstream`, how one is chosen among several in `jev.gateway.workers`. Each request
+leaves a line in the access log, of the worker's kind, with the worker that had it and the time that it took there.
 
 A worker's answer is read whole before the first byte of it goes out, because a status cannot be taken back: an
 answer that breaks off, is too large or too slow becomes a clean 502 or 504 instead of half a 200.
@@ -10,136 +11,50 @@ answer that breaks off, is too large or too slow becomes a clean 502 or 504 inst
 
 from __future__ import annotations
 
-import ipaddress
+import functools
 import json
 import logging
 import os
 import re
 import signal
 import socket
-import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from urllib.parse import quote_from_bytes, urlsplit
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from http import HTTPStatus
+from traceback import format_tb
+from urllib.parse import quote_from_bytes
 
-from flask import Flask, request
 from waitress.parser import get_header_lines
 from waitress.utilities import build_http_date
-from werkzeug.exceptions import HTTPException
-from werkzeug.http import HTTP_STATUS_CODES
 
+from jev import access_log
+from jev.access_log import CLIENT_CLOSED_REQUEST
 from jev.arguments import Parser
-from jev.gateway.upstream import Answer, ClientGone, ExchangeFailed, OutOfSockets, Unreachable, end_to_end
+from jev.gateway.http1 import Answer, Headers, end_to_end
+from jev.gateway.settings import GatewaySettings
+from jev.gateway.upstream import ClientGone, ExchangeFailed, OutOfSockets, Request, Unreachable
 from jev.gateway.workers import Workers
-from jev.http.channel import Channel as _Channel, Task as _Task
-from jev.http.parser import Parser as _Parser
+from jev.http.channel import Channel, Task
+from jev.http.errors import error_body
+from jev.http.hosts import host_refused
+from jev.http.parser import HEAD_ACCEPTED, Parser as RequestParser, Refusal, RequestHead
 from jev.server import Server, bind
 from jev.settings import SettingsError, misspelt
 
 logger = logging.getLogger("jev.gateway.app")
 
 DECISION_SECONDS = 60.0
-MIB = 1024 * 1024
+RETRY_AFTER_DRAIN = ("Retry-After", "5")
+METHODS = {"/v1/systemone": "POST", "/health": "GET", "/v1/models": "GET"}      # what is forwarded
+MAX_BODY_BYTES = 4 << 20                # the worker's, jev.contract's, which would load NumPy
 URL_CHARACTERS = bytes(range(0x21, 0x7F))
 ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # before the path, in a target as proxies get it
 
 
-def _setting(default: str | int, high: int, help: str):
-    return field(default=default, metadata={"high": high, "help": help})
-
-
-@dataclass(frozen=True)
-class GatewaySettings:
-    """What `jev frontend` can be told: each field is `OMNI_JEV_<NAME>`, and the flag of that name."""
-
-    bind: str = _setting("127.0.0.1:8080", 0, "IP address and port to listen on; port 0 takes a free one")
-    backend_url: str = _setting("http://127.0.0.1:8000", 0, "URL of the worker, or several separated by commas")
-    health_timeout_ms: int = _setting(2000, 60_000, "milliseconds that GET /health may take")
-    max_response_bytes: int = _setting(16 * MIB, 1024 * MIB, "largest body that is accepted from a worker")
-    queue: int = _setting(256, 2048, "decisions in hand at a time; one more is answered 503")
-    drain_seconds: int = _setting(60, 86_400, "how long SIGTERM waits for requests in hand before giving up on them")
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str], **flags: str | None) -> GatewaySettings:
-        """Settings from `environ`, overridden by `flags` (field name -> text, None when not given).
-
-        A variable set to nothing counts as unset. Raises SettingsError, which never shows a value: a URL may hold
-        a password, and whatever was meant to be a number may be one.
-        """
-        values = {}
-        for f in fields(cls):
-            name = "OMNI_JEV_" + f.name.upper()
-            text = environ.get(name, "").strip()
-            if flags.get(f.name) is not None:
-                name, text = "--" + f.name.replace("_", "-"), flags[f.name].strip()
-            elif not text:
-                continue
-            high = f.metadata["high"]
-            if high and not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= high):
-                raise SettingsError(f"{name}: expected an integer in 1..{high}")
-            values[f.name] = int(text) if high else text
-        settings = cls(**values)
-        settings.address()
-        if any(url.startswith("https:") for url in settings.backends()) and environ.get("SSL_CERT_FILE"):
-            # OpenSSL passes over a file that it cannot read, and then no worker's certificate would be good.
-            try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(environ["SSL_CERT_FILE"])
-            except OSError as error:
-                why = "no certificates in it" if isinstance(error, ssl.SSLError) else error.strerror
-                raise SettingsError(f"SSL_CERT_FILE: {why}") from None
-        return settings
-
-    def address(self) -> tuple[str, int]:
-        """The IP address and port of `bind`."""
-        host, _, port = self.bind.rpartition(":")
-        bracketed = host.startswith("[") and host.endswith("]")
-        try:
-            ip = ipaddress.ip_address(host[1:-1] if bracketed else host)
-            if (ip.version == 6) != bracketed or not (port.isascii() and port.isdigit()) or int(port[:6]) > 65535:
-                raise ValueError
-        except ValueError:
-            message = "OMNI_JEV_BIND: expected an IP address and a port, as in 127.0.0.1:8080 or [::1]:8080"
-            raise SettingsError(message) from None
-        return str(ip), int(port)
-
-    def backends(self) -> list[str]:
-        """The worker URLs of `backend_url`, without a trailing slash."""
-        return parse_backends(self.backend_url)
-
-
-def parse_backends(text: str) -> list[str]:
-    """The worker URLs of a comma-separated list. Raises SettingsError, which names the entry by number only."""
-    urls: list[str] = []
-    entries = text.split(",")
-    for number, entry in enumerate(entries, 1):
-        which = "OMNI_JEV_BACKEND_URL" + (f", entry {number}" if len(entries) > 1 else "")
-        url = entry.strip()
-        if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
-            raise SettingsError(f"{which}: the URL holds characters that a URL cannot")
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError:
-            raise SettingsError(f"{which}: the host or port is not valid") from None
-        if parts.scheme not in ("http", "https"):
-            raise SettingsError(f"{which}: the URL must start with http:// or https://")
-        if "@" in parts.netloc:
-            raise SettingsError(f"{which}: the URL must not hold credentials")
-        if "?" in url or "#" in url:
-            raise SettingsError(f"{which}: the URL must not hold a query or fragment")
-        if not parts.hostname or port == 0:
-            raise SettingsError(f"{which}: the URL must name a host, and a port other than 0 if any")
-        url = url.rstrip("/")
-        if url in urls:
-            raise SettingsError(f"{which}: the same URL stands in the list twice")
-        urls.append(url)
-    return urls
-
-
-class GatewayParser(_Parser):
+class GatewayParser(RequestParser):
     """Keeps the header lines as they were sent; WSGI's own form joins repetitions and drops names with underscores."""
 
     header_items: list[tuple[str, str]] = []
@@ -151,7 +66,7 @@ class GatewayParser(_Parser):
         self.header_items = [(name, value.strip(" \t")) for name, _, value in pairs]
 
 
-class GatewayTask(_Task):
+class GatewayTask(Task):
     """Hands the header lines to the application, and writes a response's headers as the application gave them."""
 
     def get_environment(self) -> dict:
@@ -162,9 +77,8 @@ class GatewayTask(_Task):
     def build_response_header(self) -> bytes:
         # Waitress would re-spell and sort the names and add `Via: waitress`. Every response here is whole, so its
         # length is known and chunking never arises.
-        wants = [token.strip() for token in self.request.headers.get("CONNECTION", "").lower().split(",")]
-        keep = "close" not in wants if self.version == "1.1" else "keep-alive" in wants
-        keep = keep and not self.channel.server.draining
+        wants = self.request.headers.get("CONNECTION", "")          # the parser has made one word of a list
+        keep = (wants != "close" if self.version == "1.1" else wants == "keep-alive") and not self.channel.server.draining
         lines = [f"HTTP/{self.version} {self.status}"]
         lines += [f"{name}: {value}" for name, value in self.response_headers]
         if not any(name.lower() == "date" for name, _ in self.response_headers):
@@ -177,80 +91,110 @@ class GatewayTask(_Task):
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-class GatewayChannel(_Channel):
+class GatewayChannel(Channel):
     parser_class = GatewayParser
     task_class = GatewayTask
 
 
+@dataclass
 class _Reply:
-    """A whole response as a WSGI application: what it is given goes out as it is."""
+    """A whole response, which goes out as it is; `own` when no worker made it."""
 
-    def __init__(self, status: str, headers: list[tuple[str, str]], body: bytes) -> None:
-        self.status, self.headers, self.body = status, headers, body
+    status: int
+    reason: str
+    headers: Headers
+    body: bytes
+    own: bool = True
 
-    def __call__(self, environ: dict, start_response: Callable) -> list[bytes]:
-        start_response(self.status, self.headers)
-        return [self.body]
 
-
-def create_app(settings: GatewaySettings, workers: Workers) -> Flask:
-    """The gateway as a Flask application. It needs `GatewayChannel` under it for headers as they were sent."""
-    app = Flask("jev.gateway.app", static_folder=None)
-    app.url_map.merge_slashes = False
+def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, Callable], _Sent]:
+    """The gateway as a WSGI application. It needs `GatewayChannel` under it for headers as they were sent."""
     slots = threading.BoundedSemaphore(settings.queue)
-    health_seconds = settings.health_timeout_ms / 1000
+    get_seconds = settings.health_timeout_ms / 1000
+    hosts = settings.hosts()
 
-    def decide(environ: dict) -> _Reply:
+    def refusal(head: RequestHead) -> _Reply | None:
+        """The answer to a request that no worker needs to see, known from its head alone."""
+        if hosts is not None and host_refused(head.headers.get("HOST"), head.target, hosts):
+            return _error(403, "forbidden", "this gateway answers for the loopback's names and addresses only, and for those "
+                                            "in OMNI_JEV_ALLOWED_HOSTS")
+        path = target_path(head.target)
+        expected = METHODS.get(path)
+        if expected is None:
+            known = ", ".join(f"{method} {path}" for path, method in METHODS.items())
+            return _error(404, "not_found", f"no such path; there are {known}")
+        if head.method != expected and (head.method, expected) != ("HEAD", "GET"):
+            allow = "GET, HEAD" if expected == "GET" else expected
+            return _error(405, "method_not_allowed", "this path does not take this method", ("Allow", allow))
+        if workers.draining and path == "/health":
+            return _json(503, {"status": "draining"}, RETRY_AFTER_DRAIN)
+        if workers.draining:
+            return _error(503, "overloaded_error", "the gateway is shutting down", RETRY_AFTER_DRAIN)
+        if (head.content_length or 0) > MAX_BODY_BYTES:
+            return _too_large()
+        return None
+
+    def refuse_head(head: RequestHead) -> Refusal | None:
+        started = time.perf_counter()
+        reply = refusal(head)
+        if reply is None:
+            return None
+        _finish(head.method, head.target, head.headers.get("X_REQUEST_ID", ""), head.content_length or 0, None, reply, started)()
+        return Refusal(reply.status, [item for item in reply.headers if item[0] != "Content-Length"], reply.body)
+
+    def answer(request: Request) -> _Reply:
+        if request.method == "GET":
+            return _forward(workers.get, request, get_seconds)
+        if request.length > MAX_BODY_BYTES:         # it came in chunks
+            return _too_large()
         if not slots.acquire(blocking=False):
             return _error(503, "overloaded_error", "too many requests in hand", ("Retry-After", "1"))
         try:
-            return _forward(workers.decide, environ, DECISION_SECONDS)
+            return _forward(workers.decide, request, DECISION_SECONDS)
         finally:
             slots.release()
 
-    def health(environ: dict) -> _Reply:
-        return _forward(workers.health, environ, health_seconds)
+    def app(environ: dict, start_response: Callable) -> _Sent:
+        started = time.perf_counter()
+        request = None
+        reply = None if environ.get(HEAD_ACCEPTED) else refusal(RequestHead.of(environ))
+        if reply is None:
+            request = _request(environ)
+            try:
+                reply = answer(request)
+            except BaseException as error:          # whatever it is; without its message, which may quote the request
+                logger.error("a request failed: %s at\n%s", type(error).__name__, "".join(format_tb(error.__traceback__)))
+                reply = _error(500, "internal_error", "internal error")
+        line = _finish(environ["REQUEST_METHOD"], environ["REQUEST_URI"], environ.get("HTTP_X_REQUEST_ID", ""),
+                       int(environ.get("CONTENT_LENGTH") or 0), request, reply, started)
+        start_response(f"{reply.status} {reply.reason}", reply.headers)
+        return _Sent(() if environ["REQUEST_METHOD"] == "HEAD" else (reply.body,), line)
 
-    for path, view, method in (("/v1/systemone", decide, "POST"), ("/health", health, "GET")):
-        app.add_url_rule(path, view.__name__, lambda view=view: view(request.environ), methods=[method],
-                         provide_automatic_options=False)
-
-    @app.errorhandler(HTTPException)
-    def refused(error: HTTPException) -> _Reply:
-        allow = [(name, value) for name, value in error.get_headers() if name == "Allow"]
-        name = error.name.lower().replace(" ", "_")
-        message = {404: "no such path", 405: "this path does not take this method"}.get(error.code, error.name)
-        return _error(error.code or 500, name, message, *allow)
-
-    # Flask's routing and contexts take 0.1 ms, a quarter of what the gateway adds; the two requests that it is
-    # there for go around them.
-    direct = {("POST", "/v1/systemone"): decide, ("GET", "/health"): health}
-    routed = app.wsgi_app
-
-    def wsgi_app(environ: dict, start_response: Callable) -> Iterable[bytes]:
-        # PATH_INFO is unquoted and has its first slashes joined: another path than the one that was asked for.
-        if ABSOLUTE.sub("", environ["REQUEST_URI"]).partition("?")[0] != environ["PATH_INFO"]:
-            environ["PATH_INFO"] = "/"
-        reply = direct.get((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
-        return routed(environ, start_response) if reply is None else reply(environ)(environ, start_response)
-
-    app.wsgi_app = wsgi_app
+    app.refuse_head = refuse_head
     return app
 
 
-def _forward(send: Callable[..., Answer], environ: dict, seconds: float) -> _Reply:
-    """Have `send` (a method of Workers) pass on the request of `environ`; its answer, or 502 or 504."""
-    deadline = time.monotonic() + seconds
-    target = environ["PATH_INFO"]
+def target_path(target: str) -> str:
+    """The path of a request target as it was sent: neither unquoted nor put in order, which could make it another one."""
+    return ABSOLUTE.sub("", target).partition("?")[0]
+
+
+def _request(environ: dict) -> Request:
+    path = target = target_path(environ["REQUEST_URI"])
     if environ["QUERY_STRING"]:
         # Bytes that no URL may hold are percent-encoded; any other query passes untouched.
         target += "?" + quote_from_bytes(environ["QUERY_STRING"].encode("latin-1"), safe=URL_CHARACTERS)
     # Expect was answered here, when the client's body was taken in.
     headers = [item for item in end_to_end(environ["jev.header_items"]) if item[0].lower() not in ("host", "expect")]
-    length = int(environ.get("CONTENT_LENGTH") or 0)
-    gone = environ["waitress.client_disconnected"]
+    return Request(METHODS[path], target, headers, environ["wsgi.input"],
+                   int(environ.get("CONTENT_LENGTH") or 0), environ["waitress.client_disconnected"])
+
+
+def _forward(send: Callable[[Request, float], Answer], request: Request, seconds: float) -> _Reply:
+    """The answer that `send` (a method of Workers) gets to the request, or an error that says why there is none."""
+    deadline = time.monotonic() + seconds
     try:
-        answer = send(target, headers, environ["wsgi.input"], length, deadline, gone)
+        answer = send(request, deadline)
     except (Unreachable, ExchangeFailed) as error:
         if time.monotonic() >= deadline:
             return _error(504, "gateway_timeout", "the worker did not answer in time")
@@ -259,18 +203,55 @@ def _forward(send: Callable[..., Answer], environ: dict, seconds: float) -> _Rep
         logger.error("%s", error.reason)
         return _error(503, "overloaded_error", str(error), ("Retry-After", "1"))
     except ClientGone:
-        return _error(499, "client_closed_request", "the client left before its answer was there")
+        return _error(CLIENT_CLOSED_REQUEST, "client_closed_request", "the client left")
     if answer.status not in (204, 304):
         answer.headers.append(("Content-Length", str(len(answer.body))))
-    return _Reply(f"{answer.status} {answer.reason}", answer.headers, answer.body)
+    return _Reply(answer.status, answer.reason, answer.headers, answer.body, own=False)
 
 
 def _error(status: int, error_type: str, message: str, *headers: tuple[str, str]) -> _Reply:
-    content = {"error": message, "detail": {"error_type": error_type, "message": message}}
+    return _json(status, error_body(error_type, message), *headers)
+
+
+def _too_large() -> _Reply:
+    return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
+
+
+def _json(status: int, content: dict, *headers: tuple[str, str]) -> _Reply:
     body = json.dumps(content).encode()
-    reason = HTTP_STATUS_CODES.get(status, "Client Closed Request")
+    reason = "Client Closed Request" if status == CLIENT_CLOSED_REQUEST else HTTPStatus(status).phrase
     fixed = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-    return _Reply(f"{status} {reason}", [*fixed, *headers], body)
+    return _Reply(status, reason, [*fixed, *headers], body)
+
+
+def _finish(method: str, target: str, given: str, length: int, request: Request | None, reply: _Reply,
+            started: float) -> Callable[[], None]:
+    """What writes the request's line in the access log. An answer of our own gets a request id first, `given` by the client
+    or made up; a worker's has one."""
+    if reply.own:
+        id = access_log.request_id(given)
+        reply.headers += [(name, id) for name in access_log.REQUEST_ID_HEADERS]
+    else:
+        id = access_log.request_id(*(value for name, value in reply.headers if name.lower() == "x-request-id"), given)
+    worker = {} if request is None or request.worker is None else {
+        "worker": request.worker, "worker_ms": round(1000 * request.worker_seconds, 3)}
+    return functools.partial(
+        access_log.write, id, method, target_path(target), reply.status, time.perf_counter() - started, length,
+        len(reply.body), **worker)
+
+
+class _Sent:
+    """A response's blocks. Its line in the log is written when they are sent, so that no answer waits for it."""
+
+    def __init__(self, blocks: Sequence[bytes], line: Callable[[], None]) -> None:
+        self._blocks = blocks
+        self.close = line                       # WSGI's: called once all is sent, or cannot be
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._blocks)
 
 
 class Gateway(Server):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from collections.abc import Sequence
 
-from jev.gateway.upstream import Answer, ClientGone, ExchangeFailed, Failure, OutOfSockets, Unreachable, Worker
+from jev.gateway.http1 import Answer
+from jev.gateway.upstream import ClientGone, ExchangeFailed, Failure, OutOfSockets, Request, Unreachable, Worker
 
-logger = logging.getLogger("jev.gateway.app")
+logger = logging.getLogger("jev.gateway.workers")
 
 # Between two looks at a worker that failed. Until one succeeds, the others get its share.
 COOL_DOWN_SECONDS = 1.0
@@ -26,46 +26,47 @@ class Workers:
     A worker that could not be reached, gave no usable answer or answered 500 or more is set aside when there are
     others (instant failures would otherwise look like a short queue and attract every request). So is one that kept a
     client waiting for longer than `/health` may take until the client left, and then does not answer `/health`
-    either: it hangs, and clients with little patience would hide that for ever. A thread, alive only as long as some
-    worker is set aside or to be asked, asks such workers for `/health` and brings back those that answer. When all are
-    set aside, all are used: the attempt itself is the best probe left.
+    either: it hangs, and clients with little patience would hide that for ever. A thread asks such workers for `/health`
+    and brings back those that answer. When all are set aside, all are used: the attempt itself is the best probe left.
+
+    Every thread that it will ever need is started with it; RuntimeError when the system has none left.
     """
 
     def __init__(self, urls: Sequence[str], health_seconds: float, limit: int) -> None:
-        self._workers = [Worker(url) for url in urls]
+        """urls: see `jev.gateway.settings.parse_backends`. health_seconds: what a probe may take. limit: bytes of an
+        answer's body."""
+        self._workers = [Worker(url, limit) for url in urls]
         self._health_seconds = health_seconds
-        self._limit = limit
         self._turn = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._wake = threading.Event()      # there are suspects, or it is time to stop
         self._suspects: set[Worker] = set()
+        self._changed = threading.Condition(self._lock)         # somebody is suspected or set aside, or it is time to stop
         self._prober: threading.Thread | None = None
+        if len(self._workers) > 1:
+            self._prober = threading.Thread(target=self._probe, name="jev-frontend-probe", daemon=True)
+            self._prober.start()
 
     def __len__(self) -> int:
         return len(self._workers)
+
+    @property
+    def draining(self) -> bool:
+        return self._stop.is_set()
 
     @property
     def pending(self) -> int:
         """Requests that some worker has in hand."""
         return sum(worker.outstanding for worker in self._workers)
 
-    def decide(
-        self,
-        target: str,
-        headers: list[tuple[str, str]],
-        body: BinaryIO,
-        length: int,
-        deadline: float,
-        gone: Callable[[], bool],
-    ) -> Answer:
-        """POST to one worker; to another only when no connection to the first could be made."""
+    def decide(self, request: Request, deadline: float) -> Answer:
+        """The answer of one worker; of another only when no connection to the first could be made."""
         tried: list[Worker] = []
         while True:
             worker = self._take(tried)
             started = time.monotonic()
             try:
-                answer = worker.exchange("POST", target, headers, body, length, deadline, self._limit, gone)
+                answer = worker.exchange(request, deadline)
             except Unreachable as error:
                 self._set_aside(worker, error.reason)
                 tried.append(worker)
@@ -85,16 +86,9 @@ class Workers:
                 self._set_aside(worker, f"it answered {answer.status}")
             return answer
 
-    def health(
-        self,
-        target: str,
-        headers: list[tuple[str, str]],
-        body: BinaryIO,
-        length: int,
-        deadline: float,
-        gone: Callable[[], bool],
-    ) -> Answer:
-        """GET from the workers in turn until one answers 200; else the last answer, or else the last failure.
+    def get(self, request: Request, deadline: float) -> Answer:
+        """For requests that change nothing: that of the workers in turn which answers 200 first; else the last answer, or
+        else the last failure is raised.
 
         Each gets an even share of the time that is left, so that one hung worker does not hide a ready one.
         """
@@ -107,8 +101,9 @@ class Workers:
             share = now + (deadline - now) / (len(self._workers) - len(tried))
             tried.append(worker)
             try:
-                body.seek(0)
-                answer = worker.exchange("GET", target, headers, body, length, share, self._limit, gone)
+                if request.body is not None:
+                    request.body.seek(0)
+                answer = worker.exchange(request, share)
             except (Unreachable, ExchangeFailed) as error:
                 failure = error
                 self._set_aside(worker, error.reason)
@@ -139,36 +134,20 @@ class Workers:
     def _set_aside(self, worker: Worker, why: str) -> None:
         logger.warning("worker %s: %s", worker.name, why)
         with self._lock:
-            if len(self._workers) == 1 or self._stop.is_set():
-                return
-            worker.healthy = False
-            self._start_prober()
+            if self._prober is not None and not self._stop.is_set():
+                worker.healthy = False
+                self._changed.notify()
 
     def _suspect(self, worker: Worker) -> None:
         """Have the worker asked for `/health` at once, and set aside if it does not answer."""
         with self._lock:
-            if len(self._workers) == 1 or self._stop.is_set() or not worker.healthy:
-                return
-            self._suspects.add(worker)
-            self._wake.set()
-            self._start_prober()
-
-    def _start_prober(self) -> None:
-        if self._prober is None:
-            self._prober = threading.Thread(target=self._probe, name="jev-frontend-probe", daemon=True)
-            self._prober.start()
+            if self._prober is not None and worker.healthy:
+                self._suspects.add(worker)
+                self._changed.notify()
 
     def _probe(self) -> None:
         while not self._stop.is_set():
-            if self._wake.wait(COOL_DOWN_SECONDS):
-                self._wake.clear()
-            with self._lock:
-                suspects, self._suspects = self._suspects, set()
-                aside = [] if suspects else [worker for worker in self._workers if not worker.healthy]
-                if not suspects and not aside:
-                    self._prober = None
-                    return
-            for worker in suspects or aside:
+            for worker in self._to_probe():
                 try:
                     failure = self._failure(worker)
                 except OutOfSockets as error:
@@ -181,11 +160,25 @@ class Workers:
                 elif failure is not None and worker.healthy and not self._stop.is_set():
                     self._set_aside(worker, f"a client waited and left, and now /health: {failure}")
 
+    def _to_probe(self) -> set[Worker]:
+        """Waits for workers to ask: suspects at once, those set aside after a while, none when it is time to stop."""
+        def due() -> bool:
+            return bool(self._suspects) or self._stop.is_set()
+
+        def aside() -> set[Worker]:
+            return {worker for worker in self._workers if not worker.healthy}
+
+        with self._lock:
+            self._changed.wait_for(lambda: due() or aside())
+            self._changed.wait_for(due, COOL_DOWN_SECONDS)
+            suspects, self._suspects = self._suspects, set()
+            return set() if self._stop.is_set() else suspects or aside()
+
     def _failure(self, worker: Worker) -> str | None:
         """What is wrong with the worker's `/health`, or None."""
-        deadline = time.monotonic() + self._health_seconds
+        request = Request("GET", "/health", [], None, 0, self._stop.is_set)
         try:
-            answer = worker.exchange("GET", "/health", [], None, 0, deadline, self._limit, self._stop.is_set)
+            answer = worker.exchange(request, time.monotonic() + self._health_seconds)
         except (Unreachable, ExchangeFailed) as error:
             return error.reason
         except ClientGone:
@@ -194,17 +187,15 @@ class Workers:
         return None if answer.status < 500 else f"it answered {answer.status}"
 
     def drain(self) -> None:
-        """The gateway is about to end: no worker is worth probing any more. Requests still pass."""
+        """The gateway is about to end: no worker is worth probing any more. What is in hand still passes."""
         self._stop.set()
-        self._wake.set()
+        with self._lock:
+            self._changed.notify()
 
     def close(self) -> None:
-        """End the probing thread and the idle connections. Call it when no request is left."""
-        self._stop.set()
-        self._wake.set()
-        with self._lock:
-            prober = self._prober
-        if prober is not None:
-            prober.join()
+        """End the threads and the idle connections. Call it when no request is left."""
+        self.drain()
+        if self._prober is not None:
+            self._prober.join()
         for worker in self._workers:
             worker.close()

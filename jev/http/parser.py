@@ -15,6 +15,7 @@ from waitress.receiver import FixedStreamReceiver
 from waitress.rfc7230 import HEADER_FIELD_RE
 
 from jev.http.chunked import ChunkedReceiver
+from jev.http.errors import error_body
 
 MAX_HEAD_BYTES = 65536
 MAX_LENGTH_DIGITS = 18                  # of a Content-Length
@@ -130,7 +131,7 @@ class Parser(HTTPRequestParser):
     def fail(self, status: int, message: str) -> None:
         """Complete the request with an error after which no other request can be read from the connection."""
         kind = "request_too_large" if status == 413 else "invalid_request_error"
-        content = json.dumps({"error": message, "detail": {"error_type": kind, "message": message}}).encode()
+        content = json.dumps(error_body(kind, message)).encode()
         self.refusal, self.completed, self.expect_continue = (
             Refusal(status, [("Content-Type", "application/json")], content), True, False)
         self._end_connection()

@@ -53,14 +53,15 @@ def test_many_that_never_finish_do_not_keep_others_waiting(pair, port):
 
 
 def test_half_closed_connections(pair, port):
-    """A client that closes its side counts as gone: its request is dropped, its connection closed, nothing hangs."""
+    """A client that closes its sending side gets the answer to a whole request, perhaps after an interim one by which the
+    server finds out whether it is still there; its connection is closed, nothing hangs."""
     for data in (b"", b"POST /v1/sys", post_bytes(GOOD_BODY)[:-1], post_bytes(GOOD_BODY), post_bytes(b"{", length=9)):
         with connect(port) as sock:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
             started = time.monotonic()
-            reply = read_all(sock)
-            assert reply == b"" or reply.startswith(b"HTTP/1.1 200")
+            reply = read_all(sock).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+            assert reply.startswith(b"HTTP/1.1 200") if data == post_bytes(GOOD_BODY) else reply == b""
             assert time.monotonic() - started < 30
     pair.check_unharmed()
 
@@ -75,7 +76,7 @@ def test_clients_that_leave_give_their_places_back(pair, port):
         pause(0.2)
         for i, sock in enumerate(clients):
             reset(sock) if i % 2 else sock.close()
-        pause(0.6)                                         # the gateway looks every quarter of a second
+        pause(2.0)                  # until one that closed is told from one that only sends no more, and the gateway looks
     waiting = Asking(port)
     pause(0.3)
     assert waiting.is_alive()

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from jev.gateway import upstream as frontend_http
-from jev.gateway.app import GatewaySettings, SettingsError
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
 STATUSES = ["200 OK", "201 Created", "204 No Content", "301 Moved Permanently", "302 Found", "304 Not Modified",
@@ -52,13 +51,14 @@ def test_a_status_without_a_reason(worker, gate):
     assert gate.ask().body == b"ok"
 
 
-def test_request_headers_pass_but_for_those_of_the_connection(worker, gate):
+def test_request_headers_pass_but_for_those_of_the_connection(worker):
     raw = (b"POST /v1/systemone?a=1&a=%20;b HTTP/1.1\r\nHost: public.example\r\nAuthorization: Bearer s3cret\r\n"
            b"X-One: first\r\nx-one:second\r\nX-One: \xe9\r\nUnder_Score: kept\r\nAccept-Encoding: gzip;q=0.5, br\r\n"
            b"Connection: close, X-Private\r\nX-Private: 1\r\nKeep-Alive: timeout=5\r\nTE: trailers\r\nTrailer: X\r\n"
            b"Upgrade: websocket\r\nProxy-Authorization: Basic eA==\r\nProxy-Connection: keep-alive\r\n"
            b"X-Forwarded-For: 192.0.2.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
-    assert gate.raw(raw).startswith(b"HTTP/1.1 200 OK\r\n")
+    with gateway(worker.url, allowed_hosts="public.example") as gate:
+        assert gate.raw(raw).startswith(b"HTTP/1.1 200 OK\r\n")
     (request,) = worker.requests
     assert request.line == "POST /v1/systemone?a=1&a=%20;b HTTP/1.1"
     assert request.all("Host") == [f"127.0.0.1:{worker.port}"]
@@ -142,7 +142,7 @@ def test_system_proxies_are_bypassed(worker, monkeypatch):
 
 @pytest.mark.parametrize("method, path, status, allow", [
     ("GET", "/v1/systemone", 405, "POST"), ("POST", "/health", 405, "GET"), ("PUT", "/v1/systemone", 405, "POST"),
-    ("OPTIONS", "/health", 405, "GET"), ("GET", "/v1/models", 404, None), ("POST", "/v1/systemone/", 404, None),
+    ("OPTIONS", "/health", 405, "GET"), ("POST", "/v1/models", 405, "GET"), ("POST", "/v1/systemone/", 404, None),
     ("POST", "/", 404, None), ("GET", "/health/../x", 404, None), ("GET", "/static/x", 404, None),
     ("POST", "/v1%2Fsystemone", 404, None), ("POST", "//v1/systemone", 404, None), ("GET", "/%68ealth", 404, None),
     ("GET", "//health", 404, None), ("POST", "/v1//systemone", 404, None), ("GET", "/health#x", 404, None)])
@@ -157,7 +157,7 @@ def test_other_requests_are_refused_here(worker, gate, method, path, status, all
 
 
 def test_a_target_with_a_host_in_it(worker, gate):
-    got = gate.raw(b"GET http://any.example/health?x=/ HTTP/1.1\r\nConnection: close\r\n\r\n")
+    got = gate.raw(b"GET http://localhost/health?x=/ HTTP/1.1\r\nConnection: close\r\n\r\n")
     assert got.startswith(b"HTTP/1.1 200")
     assert worker.requests[0].line == "GET /health?x=/ HTTP/1.1"
 
@@ -237,45 +237,3 @@ def test_more_decisions_than_allowed_are_refused_and_health_still_answers(worker
         release.set()
         [thread.join() for thread in threads]
         assert gate.ask().status == 200
-
-
-# Settings --------------------------------------------------------------------------------------------------------
-
-
-def test_the_settings():
-    assert GatewaySettings.from_environment({}) == GatewaySettings()
-    settings = GatewaySettings.from_environment(
-        {"OMNI_JEV_BIND": "[::1]:80", "OMNI_JEV_BACKEND_URL": " http://a:1/p/ , https://b ",
-         "OMNI_JEV_HEALTH_TIMEOUT_MS": "", "OMNI_JEV_MAX_RESPONSE_BYTES": "7"}, queue="3")
-    assert settings.address() == ("::1", 80)
-    assert settings.backends() == ["http://a:1/p", "https://b"]
-    assert (settings.health_timeout_ms, settings.max_response_bytes, settings.queue) == (2000, 7, 3)
-
-
-@pytest.mark.parametrize("name, value, says", [
-    ("BACKEND_URL", "http://user:hunter2@127.0.0.1:8000", "must not hold credentials"),
-    ("BACKEND_URL", "http://hunter2@127.0.0.1:8000", "must not hold credentials"),
-    ("BACKEND_URL", "http://ok:1,http://user:hun,ter2@host", "entry 2"),
-    ("BACKEND_URL", "user:hunter2@host", "http:// or https://"),
-    ("BACKEND_URL", "http://host/?key=hunter2", "query"),
-    ("BACKEND_URL", "http://host/#hunter2", "fragment"),
-    ("BACKEND_URL", "http://host:hunter2/", "host or port"),
-    ("BACKEND_URL", "http://[hunter2/", "host or port"),
-    ("BACKEND_URL", "http://hunter2\n@host", "characters"),
-    ("BACKEND_URL", "http://host/\u00e9hunter2", "characters"),
-    ("BACKEND_URL", "http:///hunter2", "host"),
-    ("BACKEND_URL", "ftp://hunter2", "http:// or https://"),
-    ("BACKEND_URL", "http://a,http://a/", "twice"),
-    ("BACKEND_URL", "http://a,", "entry 2"),
-    ("BIND", "localhost:hunter2", "IP address"), ("BIND", "localhost:8080", "IP address"),
-    ("BIND", "8080", "IP address"), ("BIND", "::1:80", "IP address"), ("BIND", "127.0.0.1:65536", "IP address"),
-    ("BIND", "[127.0.0.1]:1", "IP address"),
-    ("HEALTH_TIMEOUT_MS", "hunter2", "integer"), ("HEALTH_TIMEOUT_MS", "0", "integer"),
-    ("MAX_RESPONSE_BYTES", "-1", "integer"), ("MAX_RESPONSE_BYTES", "9" * 30, "integer"), ("QUEUE", "1.5", "integer")])
-def test_a_wrong_setting_is_named_and_its_value_is_not(name, value, says):
-    with pytest.raises(SettingsError) as caught:
-        GatewaySettings.from_environment({"OMNI_JEV_" + name: value})
-    message = str(caught.value)
-    assert says in message and "OMNI_JEV_" + name in message
-    assert "hunter2" not in message and "ter2" not in message
-    assert caught.value.__context__ is None or caught.value.__suppress_context__  # nor in a traceback

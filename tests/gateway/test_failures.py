@@ -70,7 +70,7 @@ def reset(sock, request):
     send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nno colon here\r\nX: y\r\n\r\nabcde"),
     send(b"HTTP/1.1 200 OK\r\nContent-Length : 5\r\n\r\nabcde", close=False),
     send(b"HTTP/1.1 200 O\rK\r\nContent-Length: 5\r\n\r\nabcde", close=False),
-    send(reply("103 Early Hints", b"", "Link: x", length=False) + reply()),
+    send(reply("101 Switching Protocols", b"", "Upgrade: x", length=False) + reply()),
     send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabcd"),
     send(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef", close=False),
     send(b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\nabcde", close=False),
@@ -81,6 +81,10 @@ def reset(sock, request):
     send(reply("200 OK", b"5\r\nabcde\r\n", CHUNKED, length=False)),
     send(reply("200 OK", b"-1\r\nabcde\r\n0\r\n\r\n", CHUNKED, length=False), close=False),
     send(reply("200 OK", b"zz\r\nabcde\r\n0\r\n\r\n", CHUNKED, length=False), close=False),
+    send(reply("200 OK", b"0x5\r\nabcde\r\n0\r\n\r\n", CHUNKED, length=False), close=False),
+    send(reply("200 OK", b"5\r\nabcdeX\n0\r\n\r\n", CHUNKED, length=False), close=False),
+    send(reply("200 OK", b"5\r\nabcde\r\n0\r\n", CHUNKED, length=False)),
+    send(reply("200 OK", b"0\r\n\r\n", CHUNKED), close=False),
     send(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 500 + b"\r\n"),
     send(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70000 + b"\r\n\r\n"),
     send(reply("200 OK", b"x" * 1001), close=False),
@@ -90,9 +94,9 @@ def reset(sock, request):
     send(reply("200 OK", b"x" * 1001, length=False)),
 ], ids=["closed", "reset", "half a status", "not HTTP", "status too large", "zeros", "half the headers",
         "half the lines",
-        "no colon", "space before the colon", "return in the status", "interim", "short body", "two lengths",
+        "no colon", "space before the colon", "return in the status", "other protocol", "short body", "two lengths",
         "negative length", "hexadecimal length", "unknown coding", "two codings", "half a chunk", "no last chunk",
-        "negative chunk", "bad chunk", "500 headers", "long header", "too large", "huge length", "one large chunk",
+        "negative chunk", "bad chunk", "0x chunk", "text after a chunk", "no last line", "chunked with a length", "500 headers", "long header", "too large", "huge length", "one large chunk",
         "many chunks", "too large until the end"])
 def test_no_usable_answer(worker, gate, script):
     worker.script = script
@@ -100,6 +104,15 @@ def test_no_usable_answer(worker, gate, script):
     check_error(gate.ask(), 502, "bad_gateway")
     assert time.monotonic() - started < 10
     check_next(worker, gate)
+
+
+def test_interim_answers_are_read_past(worker, gate):
+    interim = b"".join(reply(status, b"", "Link: </x>", length=False) for status in (
+        "100 Continue", "102 Processing", "103 Early Hints", "102 Processing"))
+    worker.script = lambda sock, request: sock.sendall(interim + reply("200 OK", b"final"))
+    got = gate.ask()
+    assert (got.status, got.body, got.all("Link")) == (200, b"final", [])
+    assert gate.ask().body == b"final" and worker.connections == 1
 
 
 def test_the_largest_answer_allowed(worker, gate):
@@ -146,7 +159,7 @@ def test_health_has_a_time_of_its_own(worker):
 def test_a_worker_that_does_not_read(worker, gate, short):
     worker.read_body = False
     worker.script = stall(b"")
-    check_error(gate.ask(b"x" * 20_000_000), 504, "gateway_timeout")
+    check_error(gate.ask(b"x" * 4_000_000), 504, "gateway_timeout")
 
 
 def test_a_full_backlog(short, monkeypatch):
@@ -185,10 +198,33 @@ def test_an_answer_before_the_body_was_read(worker, gate):
         return True
 
     worker.script = script
-    got = gate.ask(b"x" * 8_000_000)
+    got = gate.ask(b"x" * 4_000_000)
     assert (got.status, got.body) == (413, b"no")
     worker.read_body = True
     check_next(worker, gate)
+
+
+@pytest.mark.parametrize("interim", [b"", reply("103 Early Hints", b"", length=False)], ids=["final", "interim first"])
+def test_an_answer_while_the_body_is_sent(worker, gate, interim):
+    """The worker neither reads nor closes: there is no reason to wait for it. After an interim answer there is."""
+    worker.read_body = False
+    done = threading.Event()
+
+    def script(sock, request):
+        sock.sendall(interim or reply("413 Too Large", b"no"))
+        if interim:
+            left = 4_000_000
+            while left > 65536:                 # the rest came with the head
+                left -= len(sock.recv(min(left, 1 << 20)))
+            sock.sendall(reply("200 OK", b"read it all"))
+        done.wait(30)
+        return True
+
+    worker.script = script
+    started = time.monotonic()
+    got = gate.ask(b"x" * 4_000_000)
+    assert got.body == (b"read it all" if interim else b"no") and time.monotonic() - started < 20
+    done.set()
 
 
 # Clients ---------------------------------------------------------------------------------------------------------
@@ -196,7 +232,7 @@ def test_an_answer_before_the_body_was_read(worker, gate):
 
 @pytest.mark.parametrize("leave", ["close", "reset"])
 def test_a_client_that_leaves_ends_the_work_for_it(worker, gate, leave):
-    worker.script = lambda sock, request: bool(sock.recv(1) == b"")       # until the gateway hangs up
+    worker.script = lambda sock, request: sock.recv(1) or True            # until the gateway hangs up
     sock = gate.connect()
     sock.sendall(b"POST /v1/systemone HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
     assert eventually(lambda: len(worker.requests) == 1)
@@ -218,6 +254,21 @@ def test_a_client_that_closes_its_sending_side_gets_its_answer(worker, gate):
         left.set()
         got = b"".join(iter(lambda: sock.recv(65536), b""))
     assert got.startswith(b"HTTP/1.1 200") and got.endswith(b"{}")
+
+
+def test_a_worker_that_nobody_waits_for_is_told_by_a_reset(worker, gate, short):
+    ends = []
+
+    def script(sock, request):
+        try:
+            ends.append(sock.recv(1))
+        except ConnectionResetError as error:
+            ends.append(error)
+        return True
+
+    worker.script = script
+    check_error(gate.ask(), 504, "gateway_timeout")
+    assert eventually(lambda: len(ends) == 1) and isinstance(ends[0], ConnectionResetError)
 
 
 @pytest.mark.parametrize("data", [
