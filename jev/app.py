@@ -18,7 +18,7 @@ import re
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -34,6 +34,8 @@ from jev.scheduler import SHUTDOWN_RETRY_SECONDS
 from jev.settings import Settings
 
 CLIENT_CLOSED_REQUEST = 499             # for the log: nobody is there to receive it
+MAX_LOGGED_ERRORS = 3
+KNOWN_NAMES = frozenset(("body", "model", "state", "questions", "type", "instructions", "criteria", "true", "false"))
 EXCHANGE = "jev.exchange"                 # of the WSGI environment
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 # The second name is the one under which System One clients look.
@@ -103,13 +105,13 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
     def wsgi_app(environ: dict[str, Any], start_response: Callable) -> Iterable[bytes]:
         """Decisions go around Flask's routing and contexts, which take 0.15 ms, and half a millisecond on a processor
         that has had nothing to do while the GPU worked."""
-        if environ["REQUEST_METHOD"] != "POST" or environ["PATH_INFO"] != "/v1/systemone":
-            return routed(environ, start_response)
         request = _Request(environ)
         try:
+            if environ["REQUEST_METHOD"] != "POST" or environ["PATH_INFO"] != "/v1/systemone":
+                return routed(environ, start_response)
             response = _finish(request, begin(request) or decide(request))
-        except Exception as error:
-            handler = next(handler for kind, handler in HANDLERS if isinstance(error, kind))
+        except BaseException as error:      # of Flask's too: it lets pass what is no Exception, such as a library's panic
+            handler = next((handler for kind, handler in HANDLERS if isinstance(error, kind)), _unexpected)
             response = _finish(request, handler(error, request))
         return response(environ, start_response)
 
@@ -132,16 +134,26 @@ def _authorized(request: Request, key: bytes) -> bool:
     return same and scheme.lower() == "bearer"
 
 
-def _json(status: int, value: Any) -> Response:
-    return Response(json.dumps(value, allow_nan=False), status, mimetype="application/json")
+def _json(status: int, value: Any, errors: Sequence[dict[str, Any]] = ()) -> Response:
+    """errors: why it is no answer, for the log: {"type"} or {"type", "loc"} of each."""
+    response = Response(json.dumps(value, allow_nan=False), status, mimetype="application/json")
+    response.logged_errors = errors
+    return response
 
 
 def _error(status: int, error_type: str, message: str) -> Response:
-    return _json(status, {"error": message, "detail": {"error_type": error_type, "message": message}})
+    detail = {"error_type": error_type, "message": message}
+    return _json(status, {"error": message, "detail": detail}, [{"type": error_type}])
 
 
 def _refused_by_contract(error: ContractError, request: Request) -> Response:
-    return _json(422, {"error": str(error), "detail": error.errors})
+    logged = [{"type": e["type"], "loc": _place(e["loc"])} for e in error.errors[:MAX_LOGGED_ERRORS]]
+    return _json(422, {"error": str(error), "detail": error.errors}, logged)
+
+
+def _place(loc: list[str | int]) -> list[str | int]:
+    """A loc for the log: names that the contract knows as they are, and "*" for those that the client chose."""
+    return [part if isinstance(part, int) or part in KNOWN_NAMES else "*" for part in loc]
 
 
 def _refused_for_now(error: Refused, request: Request) -> Response:
@@ -170,7 +182,7 @@ def _http_error(error: HTTPException, request: Request) -> Response:
     return response
 
 
-def _unexpected(error: Exception, request: Request) -> Response:
+def _unexpected(error: BaseException, request: Request) -> Response:
     # Without the message, which may quote the request.
     logger.error("request %s failed: %s at\n%s", request.environ[EXCHANGE].id, type(error).__name__,
                  "".join(traceback.format_tb(error.__traceback__)))
@@ -182,12 +194,15 @@ HANDLERS = ((ContractError, _refused_by_contract), (Refused, _refused_for_now), 
 
 
 def _finish(request: Request, response: Response) -> Response:
-    exchange = request.environ[EXCHANGE]
+    exchange, status = request.environ[EXCHANGE], response.status_code
+    explained = {"errors": response.logged_errors} if response.logged_errors else {}
+    if (gone := request.environ.get("waitress.client_disconnected")) is not None and gone():
+        explained["answer"], status = status, CLIENT_CLOSED_REQUEST         # nobody takes it any more
     for header in REQUEST_ID_HEADERS:
         response.headers[header] = exchange.id
     access_log.info(json.dumps({
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"), "id": exchange.id,
-        "method": request.method[:16], "path": request.path[:200], "status": response.status_code,
+        "method": request.method[:16], "path": request.path[:200], "status": status,
         "ms": round(1000 * (time.perf_counter() - exchange.started), 3), "bytes_in": request.content_length or 0,
-        "bytes_out": response.content_length or 0, **exchange.answered}))
+        "bytes_out": response.content_length or 0, **exchange.answered, **explained}))
     return response

@@ -326,7 +326,7 @@ class Scheduler:
 
     def _forward(self, parts: list[Part]) -> None:
         started = time.perf_counter()
-        failure, interrupted, scores, bad = None, False, None, False
+        failure, interrupted, scores, bad = None, False, None, 0
         try:
             sequences = [s for part in parts for s in part.work.sequences[part.start:part.end]]
             scores = self._infer(sequences)
@@ -357,8 +357,7 @@ class Scheduler:
                 work.forwards += 1
                 work.next = part.end
                 if not np.isfinite(work.scores[part.start:part.end]).all():
-                    bad = True
-                    logger.error("a forward gave a score that is not finite")
+                    bad += 1
                     self._end(work, InferenceError("model inference failed"))
                 elif work.next == len(work.sequences):
                     self._end(work)
@@ -368,5 +367,7 @@ class Scheduler:
                     self._waiting.append(work)
         if interrupted:
             raise failure
+        if bad:
+            logger.error("a forward gave scores that are not finite, to %d of %d requests", bad, len(parts))
         if failure is not None or bad:
             self._after_failure()

@@ -15,12 +15,12 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import ssl
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from urllib.parse import quote_from_bytes, urlsplit
@@ -31,6 +31,7 @@ from waitress.utilities import build_http_date
 from werkzeug.exceptions import HTTPException
 from werkzeug.http import HTTP_STATUS_CODES
 
+from jev import logs, signals
 from jev.arguments import Parser
 from jev.gateway.upstream import Answer, ClientGone, ExchangeFailed, OutOfSockets, Unreachable, end_to_end
 from jev.gateway.workers import Workers
@@ -40,6 +41,7 @@ from jev.settings import SettingsError
 logger = logging.getLogger("jev.gateway.app")
 
 DECISION_SECONDS = 60.0
+RETRY_AFTER_DRAIN = ("Retry-After", "5")
 MIB = 1024 * 1024
 URL_CHARACTERS = bytes(range(0x21, 0x7F))
 ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # before the path, in a target as proxies get it
@@ -199,6 +201,8 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Flask:
     health_seconds = settings.health_timeout_ms / 1000
 
     def decide(environ: dict) -> _Reply:
+        if workers.draining:
+            return _error(503, "overloaded_error", "the gateway is shutting down", RETRY_AFTER_DRAIN)
         if not slots.acquire(blocking=False):
             return _error(503, "overloaded_error", "too many requests in hand", ("Retry-After", "1"))
         try:
@@ -207,6 +211,8 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Flask:
             slots.release()
 
     def health(environ: dict) -> _Reply:
+        if workers.draining:
+            return _json(503, {"status": "draining"}, RETRY_AFTER_DRAIN)
         return _forward(workers.health, environ, health_seconds)
 
     for path, view, method in (("/v1/systemone", decide, "POST"), ("/health", health, "GET")):
@@ -230,7 +236,12 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Flask:
         if ABSOLUTE.sub("", environ["REQUEST_URI"]).partition("?")[0] != environ["PATH_INFO"]:
             environ["PATH_INFO"] = "/"
         reply = direct.get((environ["REQUEST_METHOD"], environ["PATH_INFO"]))
-        return routed(environ, start_response) if reply is None else reply(environ)(environ, start_response)
+        try:
+            return routed(environ, start_response) if reply is None else reply(environ)(environ, start_response)
+        except BaseException as error:      # whatever it is; without its message, which may quote the request
+            logger.error("a request failed: %s at\n%s", type(error).__name__,
+                         "".join(traceback.format_tb(error.__traceback__)))
+            return _error(500, "internal_error", "internal error")(environ, start_response)
 
     app.wsgi_app = wsgi_app
     return app
@@ -264,7 +275,10 @@ def _forward(send: Callable[..., Answer], environ: dict, seconds: float) -> _Rep
 
 
 def _error(status: int, error_type: str, message: str, *headers: tuple[str, str]) -> _Reply:
-    content = {"error": message, "detail": {"error_type": error_type, "message": message}}
+    return _json(status, {"error": message, "detail": {"error_type": error_type, "message": message}}, *headers)
+
+
+def _json(status: int, content: dict, *headers: tuple[str, str]) -> _Reply:
     body = json.dumps(content).encode()
     reason = HTTP_STATUS_CODES.get(status, "Client Closed Request")
     fixed = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
@@ -287,15 +301,20 @@ class Gateway(Server):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`jev frontend`: serve until SIGTERM or SIGINT. 0 when everything in hand was answered, 2 for a wrong setting."""
+    """`jev frontend`: serve until SIGTERM, SIGINT or SIGHUP. 0 when everything in hand was answered, 2 for a wrong setting."""
     parser = Parser(
         prog="jev frontend", description="A gateway in front of one or more workers.",
         epilog="Each flag overrides the environment variable of its name: --bind is OMNI_JEV_BIND.")
     for f in fields(GatewaySettings):
         parser.add_argument("--" + f.name.replace("_", "-"), help=f"{f.metadata['help']} (default: {f.default})")
     flags = vars(parser.parse_args(argv))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+    with logs.service(logging.INFO):
+        signals.on_stop(lambda: logs.leave(0))          # nobody waits for anything yet
+        return serve(flags)
+
+
+def serve(flags: Mapping[str, str | None]) -> int:
+    """Serve with `flags` until a signal; the exit status."""
     try:
         settings = GatewaySettings.from_environment(os.environ, **flags)
         sock = bind(*settings.address())
@@ -306,7 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jev frontend: cannot listen on {settings.bind}: {error.strerror}", file=sys.stderr)
         return 1
     gateway = Gateway(settings, sock)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: gateway.stop())
+    signals.on_stop(gateway.stop)
     logger.info("listening on %s, %d worker(s)", gateway.url, len(gateway.workers))
-    return 0 if gateway.run() else 1
+    if not gateway.run():
+        logs.leave(1)           # requests are still under way, and the end would wait for their threads
+    return 0

@@ -46,6 +46,10 @@ class Workers:
         return len(self._workers)
 
     @property
+    def draining(self) -> bool:
+        return self._stop.is_set()
+
+    @property
     def pending(self) -> int:
         """Requests that some worker has in hand."""
         return sum(worker.outstanding for worker in self._workers)
@@ -194,7 +198,7 @@ class Workers:
         return None if answer.status < 500 else f"it answered {answer.status}"
 
     def drain(self) -> None:
-        """The gateway is about to end: no worker is worth probing any more. Requests still pass."""
+        """The gateway is about to end: no worker is worth probing any more. What is in hand still passes."""
         self._stop.set()
         self._wake.set()
 
