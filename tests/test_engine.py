@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import jev.engine
+from jev.checkpoint.checkpoint import MANIFEST_FILE
 from jev.contract import parse_request
 from jev.engine import WARM_UP, ContractError, Engine, InferenceError, ShuttingDown
 from jev.model.backbone import BackendError
@@ -218,6 +221,20 @@ def test_models(start):
     assert list(entry) == ["id", "name", "description", "release_date"]
     assert entry["id"] == entry["name"] == "open-jev-demo" and "not decisions" in entry["description"]
     assert len(entry["release_date"]) == 10
+
+
+def test_what_is_served_is_known_from_the_start(tmp_path):
+    """Neither a folder that is gone nor one that is touched changes it."""
+    export = demo_export(tmp_path)
+    engine = Engine(export, FakeBackbone(), Settings())
+    try:
+        before = engine.models()
+        os.utime(export.path / MANIFEST_FILE, (0, 0))
+        assert engine.models() == before
+        shutil.rmtree(export.path)
+        assert engine.models() == before
+    finally:
+        engine.close()
 
 
 def test_drain_and_close(start):

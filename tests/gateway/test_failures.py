@@ -261,3 +261,18 @@ def test_stopping_answers_what_is_in_hand_and_takes_nothing_more(worker):
         [thread.join() for thread in threads]
         assert [got.status for got in results] == [200] * 4
         assert all(got.all("Connection") == ["close"] for got in results)
+
+
+class PanicException(BaseException):
+    """What an extension module in Rust raises: none of Exception's."""
+
+
+@pytest.mark.parametrize("error", [PanicException, SystemExit, RuntimeError, MemoryError])
+def test_whatever_is_raised_is_answered(gate, monkeypatch, caplog, error):
+    def explode(*_):
+        raise error(" ".join(["very", "private"]))
+    for name in ("decide", "health"):
+        monkeypatch.setattr(gate.gateway.workers, name, explode)
+    for got in (gate.ask(), gate.health()):
+        check_error(got, 500, "internal_error")
+    assert caplog.text.count(f"a request failed: {error.__name__} at") == 2 and "very private" not in caplog.text
