@@ -19,7 +19,9 @@ from jev import contract
 from jev.arguments import Parser
 from jev.checkpoint.checkpoint import Export, open_export
 from jev.model import row_pool, weights
-from jev.model.backbone import Backbone, forward, open_backbone
+from jev.model.backbone import Backbone
+from jev.model.backends import open_backbone
+from jev.model.forward import forward
 from jev.model.ops.audit import AuditOps, Pair, Record, compare, table
 from jev.model.ops.numpy import NumpyOps
 from jev.processor import Processor
@@ -37,10 +39,10 @@ def audit(export: Export, backbone: Backbone, sequences: Sequence[np.ndarray]) -
     """
     reference = NumpyOps(export.config, "float64", export.manifest.max_length, resident=False)
     held = weights.load(export.tensors, export.config, reference)
-    ops, model, pool = backbone.bound(row_pool.build(sequences))
-    audited = AuditOps(ops, reference)
-    hidden = ops.values(forward(audited, paired(model, held), pool))
-    return audited.records, compare(hidden, forward(reference, held, pool))
+    bound = backbone.bound(row_pool.build(sequences))
+    audited = AuditOps(bound.ops, reference)
+    hidden = audited.values(forward(audited, paired(bound.model, held), Pair(bound.pool, bound.rows)))
+    return audited.records, compare(hidden, forward(reference, held, bound.rows))
 
 
 def paired(ours: weights.Model, theirs: weights.Model) -> weights.Model:

@@ -126,10 +126,10 @@ class Worker:
 
     def __init__(self, model: Path, folder: Path, *flags: str, seconds: float | None = 0.0, before: str = "",
                  env: dict[str, str] | None = None) -> None:
-        fake = f"jev.model.backbone.open_backbone = lambda *a, **k: FakeBackbone(seconds={seconds})"
+        fake = f"jev.model.backends.open_backbone = lambda *a, **k: FakeBackbone(seconds={seconds})"
         program = "\n".join([
             "import ctypes, sys, time", "ctypes.CDLL(None).prctl(1, 9)",    # PR_SET_PDEATHSIG: never outlive the tests
-            "import jev.model.backbone, jev.cli", "from tests.fakes import FakeBackbone",
+            "import jev.model.backends, jev.cli", "from tests.fakes import FakeBackbone",
             before, "" if seconds is None else fake,
             f"sys.exit(jev.cli.main({['serve', '--model', str(model), '--port', '0', *flags]!r}))"])
         self.access_file = folder / f"access-{time.monotonic_ns()}.jsonl"

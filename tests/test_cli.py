@@ -13,7 +13,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-import jev.model.backbone
+import jev.model.backends
 from jev import cli
 from jev.terminal import bar, render
 from tests.fakes import ROOT, FakeBackbone, body, choice, demo_export, request
@@ -30,7 +30,7 @@ def export(tmp_path_factory):
 def fake(monkeypatch, export):
     """A fake backbone behind every command, and the demo export as OPEN_JEV_MODEL."""
     backbone = FakeBackbone()
-    monkeypatch.setattr(jev.model.backbone, "open_backbone", lambda *args, **kwargs: backbone)
+    monkeypatch.setattr(jev.model.backends, "open_backbone", lambda *args, **kwargs: backbone)
     monkeypatch.setenv("OPEN_JEV_MODEL", str(export.path))
     return backbone
 
@@ -282,11 +282,11 @@ def test_demo_reports_a_refused_request(fake, capsys, tmp_path):
 def test_demo_stops_at_once_when_interrupted(tmp_path):
     (tmp_path / "r.json").write_bytes(GOOD[0])
     (tmp_path / "program.py").write_text(f"""
-import sys, time, jev.model.backbone, jev.cli
+import sys, time, jev.model.backends, jev.cli
 from tests.fakes import FakeBackbone
 backbone = FakeBackbone()
 backbone.fail = lambda sequences: time.sleep(60) if len(backbone.forwards) > 1 else None
-jev.model.backbone.open_backbone = lambda *args, **kwargs: backbone
+jev.model.backends.open_backbone = lambda *args, **kwargs: backbone
 sys.exit(jev.cli.main(['demo', '--dir', {str(tmp_path)!r}, '--request', {str(tmp_path / 'r.json')!r}]))
 """)
     process = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], cwd=ROOT, stderr=subprocess.PIPE,

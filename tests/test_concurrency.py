@@ -11,7 +11,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from jev.model.backbone import open_backbone
+from jev.model.backends import open_backbone
 from jev.server import Server
 from tests.fakes import FakeBackbone, body, choice, demo_export, post, request, serving
 

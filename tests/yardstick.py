@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from jev.checkpoint.checkpoint import ModelConfig
-from jev.model import backbone, row_pool, weights
+from jev.model import row_pool, weights
+from jev.model.forward import forward
 from jev.model.ops.numpy import NumpyOps
 from tests import models
 
@@ -28,7 +29,7 @@ def ours(c: ModelConfig, tensors, seed: int, precision: str) -> np.ndarray:
     """float64 [3 * positions, h]: NumpyOps, every prefix that ends at one of POSITIONS, all in one pool."""
     ops = NumpyOps(c, precision, max_length=LENGTH)
     prefixes = [s[:p + 1] for s in sequences(c, seed) for p in POSITIONS]
-    return backbone.forward(ops, weights.load(tensors, c, ops), row_pool.build(prefixes))
+    return forward(ops, weights.load(tensors, c, ops), row_pool.build(prefixes))
 
 
 def distance(x: np.ndarray, reference: np.ndarray) -> float:

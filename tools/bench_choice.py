@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jev.checkpoint.checkpoint import open_export  # noqa: E402
 from jev.contract import parse_request  # noqa: E402
-from jev.model.backbone import open_backbone  # noqa: E402
+from jev.model.backends import open_backbone  # noqa: E402
 from jev.processor import Processor  # noqa: E402
 
 

@@ -22,14 +22,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jev.checkpoint.checkpoint import ModelConfig  # noqa: E402
-from jev.model import (
-    backbone as forward_pass,  # noqa: E402
-    row_pool,  # noqa: E402
-)
+from jev.model import row_pool  # noqa: E402
 from jev.model.buckets import choose  # noqa: E402
 from jev.model.cuda_backbone import CudaBackbone  # noqa: E402
+from jev.model.forward import forward  # noqa: E402
 from jev.model.ops.audit import AuditOps  # noqa: E402
-from jev.model.ops.cuda import CudaWeights  # noqa: E402
+from jev.model.ops.cuda_buffers import CudaWeights  # noqa: E402
 from jev_kernels.runtime import graph as graphs  # noqa: E402
 from jev_kernels.runtime.device import Event, Stream, find_device, peak_memory  # noqa: E402
 from tools import synthetic  # noqa: E402
@@ -117,21 +115,22 @@ def load_pool(backbone: CudaBackbone, sequences):
     """Upload the pool of ``sequences``; returns (pool, bucket)."""
     pool = row_pool.build(sequences)
     bucket = choose(pool, backbone.buckets)
-    backbone.upload(bucket, pool, np.unique(pool.last_rows))
+    backbone.runner(bucket).upload(pool, np.unique(pool.last_rows))
     return pool, bucket
 
 
 def time_length(backbone: CudaBackbone, length: int, rng) -> tuple[float, object]:
     """(milliseconds, bucket) of one sequence of random tokens."""
     _, bucket = load_pool(backbone, [rng.integers(0, backbone.config.vocab_size, length).astype(np.int32)])
-    graph = backbone.graph(bucket)
+    graph = backbone.runner(bucket).graph()
     return median_ms(backbone.stream, lambda: graph.launch(backbone.stream)), bucket
 
 
 def time_operations(backbone: CudaBackbone, bucket) -> dict[str, tuple[int, float]]:
     """operation -> (calls, milliseconds of all of them)."""
-    recorder = Recorder(backbone.ops(bucket))
-    forward_pass.forward(recorder, backbone.model, None)
+    ops = backbone.runner(bucket).ops
+    recorder = Recorder(ops)
+    forward(recorder, backbone.model, ops.pool)
     backbone.stream.synchronize()
     out = {}
     for name, calls in recorder.calls.items():

@@ -18,10 +18,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jev.checkpoint.checkpoint import ModelConfig  # noqa: E402
-from jev.model import (
-    backbone,  # noqa: E402
-    row_pool,  # noqa: E402
-)
+from jev.model import row_pool  # noqa: E402
+from jev.model.forward import forward  # noqa: E402
 from jev.model.weights import assemble  # noqa: E402
 from jev_kernels import bf16  # noqa: E402
 from jev_kernels.runtime.device import find_device, memory  # noqa: E402
@@ -47,7 +45,7 @@ def float64_hidden(config: ModelConfig, held: dict, ids: list[np.ndarray]) -> np
     """float64 [n, h] of the last tokens, on the GPU, from the weights that a CudaBackbone holds."""
     ops = torch_ops.TorchOps(config, "cuda")
     widened = {key: torch_ops.tensor(w.array, "cuda") for key, w in held.items()}
-    return backbone.forward(ops, assemble(widened, config), row_pool.build(ids)).cpu().numpy()
+    return forward(ops, assemble(widened, config), row_pool.build(ids)).cpu().numpy()
 
 
 @torch.inference_mode()

@@ -55,9 +55,8 @@ def _fill(out, n, seed, kind, mean, std):
 fill = Kernel(_fill, types.void(types.uint16[::1], int64, uint64, types.int32, float32, float32), threads=256)
 
 
-def distribution(key: str) -> tuple[int, float, float]:
-    """(kind, mean, standard deviation) of a weight, by its key in ``jev.model.weights``."""
-    name = key.rsplit(".", 1)[-1]
+def distribution(name: str) -> tuple[int, float, float]:
+    """(kind, mean, standard deviation) of a weight, by its name in ``jev.model.weights``."""
     if name == "a_log":
         return LOG_UNIFORM, 0.0, 0.0
     if name == "dt_bias":
@@ -76,5 +75,5 @@ def write(stream, specs: list[Spec], arrays: dict, seed: int = 0) -> None:
     for number, spec in enumerate(specs):
         array = arrays[spec.key]
         flat = array.reshape(array.size)
-        kind, mean, std = distribution(spec.key)
+        kind, mean, std = distribution(spec.name)
         fill(stream, min(-(-array.size // 256), 132 * 16), flat, array.size, seed * 100003 + number, kind, mean, std)

@@ -7,7 +7,7 @@ kernels are launched one by one, with the same bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,13 +17,18 @@ from tqdm import tqdm
 
 from jev.checkpoint.checkpoint import Export, ModelConfig
 from jev.model import row_pool, weights
-from jev.model.backbone import BackendError, forward
+from jev.model.backbone import BackendError, Bound
 from jev.model.buckets import Bucket, choose, row_counts
-from jev.model.ops.cuda import Buffers, CudaOps, CudaWeights
+from jev.model.forward import forward
+from jev.model.ops.cuda import CudaOps
+from jev.model.ops.cuda_buffers import Activation, Buffers, CudaWeights
 from jev.model.row_pool import RowPool
+from jev.model.sequences import Sequences
+from jev.model.weights import Model, Spec
 from jev_kernels.gemm.selection import Gemm
 from jev_kernels.runtime import device, disk, graph as graphs
 from jev_kernels.runtime.device import Device
+from jev_kernels.runtime.launch import address
 
 MAX_ROWS = 10240            # rows of a forward, unless one prompt may be longer: a state of 4,096 tokens and 255 options
 READY_ROWS = MAX_ROWS       # narrow buckets up to here are captured at start-up, the others when first needed
@@ -41,6 +46,64 @@ def reported(what: str) -> Iterator[None]:
         raise BackendError(f"{what}: {kind}{e}") from e
 
 
+class BucketRunner:
+    """Runs pools through the model in the buffers of one row bucket: its operations with their plans, its graph.
+
+    buffers: shared with the runners of other buckets, so one runs at a time. log: told if no graph can be captured.
+    """
+
+    def __init__(self, config: ModelConfig, model: Model, gemm: Gemm, buffers: Buffers, bucket: Bucket, stream,
+                 log: Callable[[str], None]):
+        self.bucket, self._model, self._buffers, self._stream, self._log = bucket, model, buffers, stream, log
+        self.ops = CudaOps(config, gemm, buffers, bucket, stream)
+        with self.ops.binding():
+            self.hidden: Activation = self.launch()
+        self._hidden_at = address(self.hidden.array)
+        self._graph: graphs.Graph | None = None
+        self._captured = False
+
+    def launch(self) -> Activation:
+        """Every kernel of a forward pass into the stream; returns the buffer of hidden states."""
+        return forward(self.ops, self._model, self.ops.pool)
+
+    def graph(self) -> graphs.Graph | None:
+        """The captured forward pass; None where capturing fails, and then it is launched kernel by kernel."""
+        if not self._captured:
+            self._captured = True
+            try:
+                self._graph = graphs.capture(self._stream, self.launch, keep=(self.ops,))
+            except Exception as e:            # whatever it is, it concerns the capture alone if eager launches work
+                self._log(f"no graph for {self.bucket.rows} rows, launching kernel by kernel: {type(e).__name__}: {e}")
+        return self._graph
+
+    def upload(self, pool: RowPool, last_rows: np.ndarray) -> None:
+        """Put the pool's metadata on the device; last_rows: its distinct last rows."""
+        used = self.bucket.pack(pool, last_rows, self._buffers.host_metadata)
+        device.to_device(self._buffers.metadata_at, self._buffers.host_metadata[:used], self._stream)
+        self.ops.clear(pool.n_rows)
+
+    def run(self, pool: RowPool, use_graph: bool) -> np.ndarray:
+        """BF16 (uint16) [sequences, hidden]: the hidden state of each sequence's last token."""
+        last_rows, where = pool.last_rows, np.zeros(1, np.int64)
+        if len(last_rows) > 1:
+            last_rows, where = np.unique(last_rows, return_inverse=True)
+        self.upload(pool, last_rows)
+        graph = self.graph() if use_graph else None
+        if graph is not None:
+            graph.launch(self._stream)
+        else:
+            self.launch()
+        out = self._buffers.host_hidden[:len(last_rows)]
+        device.to_host(out, self._hidden_at, self._stream)
+        self._stream.synchronize()
+        return out[where]
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.destroy()
+            self._graph = None
+
+
 class CudaBackbone:
     """``Backbone`` on one GPU. Raises BackendError when the model does not fit or does not run.
 
@@ -51,7 +114,7 @@ class CudaBackbone:
     def __init__(self, export: Export, gpu: Device, max_length: int | None = None, graph: bool = True, log=print):
         length = max_length or export.manifest.max_length
 
-        def load(specs):
+        def load(specs: Sequence[Spec]) -> CudaWeights:
             total = sum(2 * int(np.prod(s.shape)) for s in specs)
             with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None) as bar:
                 return CudaWeights.from_tensors(specs, export.tensors, bar.update)
@@ -70,113 +133,73 @@ class CudaBackbone:
         return self
 
     def _open(self, config, gpu, load, max_length, graph, log, ready_rows=READY_ROWS, tune=True):
-        self.config, self.device, self.log, self.ready_rows, self.max_length = config, gpu, log, ready_rows, max_length
+        self.config, self.device, self.log, self.max_length, self.use_graphs = config, gpu, log, max_length, graph
         started = time.perf_counter()
         self.buckets = [Bucket(rows, wide) for wide in (False, True)
                         for rows in row_counts(max(MAX_ROWS, max_length))]
         self.max_rows = self.buckets[-1].rows
-        self.use_graphs = graph
-        self._graphs: dict[Bucket, graphs.Graph] = {}
-        self._ops: dict[Bucket, CudaOps] = {}
+        self._runners: dict[Bucket, BucketRunner] = {}
+        ready = [b for b in self.buckets if not b.wide and b.rows <= ready_rows]
         with reported("the model cannot be opened on the GPU"):
             folder = disk.folder()
             self.gemm = Gemm(gpu, folder and folder / "gemm.json", tune)
             specs = weights.specs(config)
-            self._tune(specs)
+            self._tune(specs, ready)
             self.weights = load(specs)
             self.model = weights.assemble(self.weights.held, config)
             self.buffers = Buffers(config, self.buckets, max_length)
             self.stream = device.Stream()
-            self.host_metadata = device.pinned(max(b.size for b in self.buckets), np.int32)
-            self.host_hidden = device.pinned((max(b.lasts for b in self.buckets), config.hidden_size), np.uint16)
             loaded = time.perf_counter()
             log(f"weights on the GPU in {loaded - started:.1f} s; preparing kernels")
-            self._prepare()
-        log(f"ready in {time.perf_counter() - started:.1f} s, {len(self._graphs)} graphs, "
+            captured = self._prepare(ready)
+        log(f"ready in {time.perf_counter() - started:.1f} s, {captured} graphs, "
             f"{device.peak_memory() / 1e9:.1f} GB of GPU memory")
 
-    def _tune(self, specs) -> None:
+    def _tune(self, specs: Sequence[Spec], ready: Sequence[Bucket]) -> None:
         """Choose GEMM algorithms for the buckets that are captured at start-up, while the GPU's memory is still free."""
-        ready = {n for b in self.buckets if not b.wide and b.rows <= self.ready_rows for n in (b.rows, b.lasts)}
+        rows = sorted({n for b in ready for n in (b.rows, b.lasts)})
         started, chosen = time.perf_counter(), 0
         for gated, names in ((False, weights.LINEAR), (True, weights.GATED)):
-            shapes = dict.fromkeys(s.shape for s in specs if s.key.rsplit(".", 1)[-1] in names)
-            chosen += self.gemm.prepare(shapes, sorted(ready), gated)
+            chosen += self.gemm.prepare(dict.fromkeys(s.shape for s in specs if s.name in names), rows, gated)
         if chosen:
             self.log(f"{chosen} GEMMs chosen in {time.perf_counter() - started:.1f} s")
 
-    def _prepare(self) -> None:
-        """Compile and run everything once, then capture the buckets that ordinary requests need."""
+    def _prepare(self, ready: Sequence[Bucket]) -> int:
+        """Compile and run everything once, then capture the buckets that ordinary requests need; how many there are."""
         started = time.perf_counter()
         pool = row_pool.build([np.zeros(1, np.int32)])
-        ready = [b for b in self.buckets if not b.wide and b.rows <= self.ready_rows]
         for bucket in dict.fromkeys([self.buckets[0], *ready[-1:]]):     # few rows and many take different kernels
-            self.upload(bucket, pool, pool.last_rows)
-            self._launch(bucket)
+            self.runner(bucket).upload(pool, pool.last_rows)
+            self.runner(bucket).launch()
         self.stream.synchronize()
         warm = time.perf_counter()
-        for bucket in ready if self.use_graphs else ():
-            self.graph(bucket)
-        self.log(f"kernels ready in {warm - started:.1f} s, graphs of {len(self._graphs)} row buckets captured in "
+        captured = sum(self.runner(bucket).graph() is not None for bucket in ready) if self.use_graphs else 0
+        self.log(f"kernels ready in {warm - started:.1f} s, graphs of {captured} row buckets captured in "
                  f"{time.perf_counter() - warm:.1f} s")
+        return captured
 
-    def ops(self, bucket: Bucket) -> CudaOps:
-        """The operations bound to a bucket's buffers, with their plans."""
-        if bucket not in self._ops:
-            ops = CudaOps(self.config, self.gemm, self.buffers, bucket, self.stream)
-            with ops.binding():
-                forward(ops, self.model, None)
-            self._ops[bucket] = ops
-        return self._ops[bucket]
-
-    def _launch(self, bucket: Bucket):
-        """Every kernel of a forward pass into the stream; returns the buffer of hidden states."""
-        return forward(self.ops(bucket), self.model, None)
-
-    def graph(self, bucket: Bucket) -> graphs.Graph | None:
-        """The captured forward of a bucket; None where capturing fails, and then it is launched eagerly."""
-        if bucket not in self._graphs:
-            ops = self.ops(bucket)
-            try:
-                self._graphs[bucket] = graphs.capture(self.stream, lambda: self._launch(bucket), keep=(ops,))
-            except Exception as e:            # whatever it is, it concerns the capture alone if eager launches work
-                self.log(f"no graph for {bucket.rows} rows, launching kernel by kernel: {type(e).__name__}: {e}")
-                self._graphs[bucket] = None
-        return self._graphs[bucket]
-
-    def upload(self, bucket: Bucket, pool: RowPool, last_rows: np.ndarray) -> None:
-        """Put the pool's metadata on the device, laid out for ``bucket``; last_rows: its distinct last rows."""
-        used = bucket.pack(pool, last_rows, self.host_metadata)
-        device.to_device(self.buffers.metadata_at, self.host_metadata[:used], self.stream)
-        self.ops(bucket).clear(pool.n_rows)
+    def runner(self, bucket: Bucket) -> BucketRunner:
+        """What runs pools in this bucket, made at its first use."""
+        if bucket not in self._runners:
+            self._runners[bucket] = BucketRunner(self.config, self.model, self.gemm, self.buffers, bucket, self.stream,
+                                                 self.log)
+        return self._runners[bucket]
 
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-        """BF16 (uint16) [n, hidden] of each sequence's last token, and the rows that were computed."""
+        """See ``Backbone``."""
         with reported("the forward pass failed on the GPU"):
             cuda.current_context()            # the calling thread may be new to CUDA
-            return self._hidden(list(sequences))
+            return self._hidden(Sequences.of(sequences))
 
-    def _hidden(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
+    def _hidden(self, sequences: Sequences) -> tuple[np.ndarray, int]:
         pool = row_pool.build(sequences)
         bucket = choose(pool, self.buckets)
         if bucket is None:
             return self._in_parts(sequences)
         self._check(pool)
-        last_rows, where = pool.last_rows, [0]
-        if len(sequences) > 1:
-            last_rows, where = np.unique(pool.last_rows, return_inverse=True)
-        self.upload(bucket, pool, last_rows)
-        graph = self.graph(bucket) if self.use_graphs else None
-        if graph is not None:
-            graph.launch(self.stream)
-        else:
-            self._launch(bucket)
-        out = self.host_hidden[:len(last_rows)]
-        device.to_host(out, self.ops(bucket).hidden_at, self.stream)
-        self.stream.synchronize()
-        return out[where], pool.n_rows
+        return self.runner(bucket).run(pool, self.use_graphs), pool.n_rows
 
-    def bound(self, pool: RowPool) -> tuple[CudaOps, weights.Model, RowPool]:
+    def bound(self, pool: RowPool) -> Bound:
         """See ``Backbone``. Raises BackendError for a pool that no bucket holds."""
         cuda.current_context()
         bucket = choose(pool, self.buckets)
@@ -184,8 +207,9 @@ class CudaBackbone:
             raise BackendError(f"{pool.n_rows} rows in {len(pool.branches)} branches do not fit in one forward pass")
         self._check(pool)
         pool = replace(pool, last_rows=np.unique(pool.last_rows))
-        self.upload(bucket, pool, pool.last_rows)
-        return self.ops(bucket), self.model, pool
+        runner = self.runner(bucket)
+        runner.upload(pool, pool.last_rows)
+        return Bound(runner.ops, self.model, runner.ops.pool, pool)
 
     def _check(self, pool: RowPool) -> None:
         """BackendError for indices past the end of a table: kernels trust them."""
@@ -194,15 +218,15 @@ class CudaBackbone:
         if pool.ids.max() >= self.config.vocab_size:
             raise BackendError(f"token {pool.ids.max()} is not in the vocabulary of {self.config.vocab_size}")
 
-    def _in_parts(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
-        """Two forwards where one would not hold everything, halved in sorted order so that prefixes stay together."""
-        if len(sequences) == 1:
-            raise BackendError(f"a sequence of {len(sequences[0])} tokens does not fit in {self.max_rows} rows")
-        order = row_pool.sorted_order(sequences)
-        out, rows = np.empty((len(sequences), self.config.hidden_size), np.uint16), 0
-        for part in (order[:len(order) // 2], order[len(order) // 2:]):
-            out[part], n = self._hidden([sequences[i] for i in part])
-            rows += n
+    def _in_parts(self, sequences: Sequences) -> tuple[np.ndarray, int]:
+        """Two forwards where one would not hold everything, halved in lexicographic order: prefixes stay together."""
+        n = len(sequences)
+        if n == 1:
+            raise BackendError(f"a sequence of {sequences.longest} tokens does not fit in {self.max_rows} rows")
+        out, rows = np.empty((n, self.config.hidden_size), np.uint16), 0
+        for start, end in ((0, n // 2), (n // 2, n)):
+            out[sequences.order[start:end]], computed = self._hidden(sequences.part(start, end))
+            rows += computed
         return out, rows
 
     def close(self) -> None:
@@ -212,10 +236,8 @@ class CudaBackbone:
             self.stream.synchronize()
         except RuntimeError:                  # a kernel failed: the context is lost, its memory goes with the process
             return
-        for graph in self._graphs.values():
-            if graph is not None:
-                graph.destroy()
-        self._graphs.clear()
-        self._ops.clear()
+        for runner in self._runners.values():
+            runner.close()
+        self._runners.clear()
         self.buffers.arena.close()
         self.weights.arena.close()

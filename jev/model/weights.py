@@ -25,23 +25,35 @@ import numpy as np
 from jev.checkpoint.checkpoint import ModelConfig
 from jev_kernels.reference import TURN
 
-LINEAR = ("in_proj", "out_proj", "down_proj")        # last part of the keys that ``Ops.linear`` multiplies by
+Tensors = Mapping[str, np.ndarray]                   # BF16 (uint16) by the checkpoint's names, their prefix stripped
+
+LINEAR = ("in_proj", "out_proj", "down_proj")        # the weights that ``Ops.linear`` multiplies by
 GATED = ("gate_up",)                                 # ... and ``Ops.swiglu``
 
 
 class Spec(NamedTuple):
     """One matrix or vector of the model. pieces(tensors): BF16 (uint16) views whose rows fill ``shape``: one piece after
-    the other, or ``turn`` rows of each in turn."""
-    key: str
-    shape: tuple[int, ...]
-    pieces: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
-    turn: int = 0
+    the other, or ``turn`` rows of each in turn.
 
-    def rows(self, tensors: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    name: a field of ``Layer`` or ``Model``. layer, kind: the number of its layer and what mixes there; None outside layers.
+    """
+    name: str
+    shape: tuple[int, ...]
+    pieces: Callable[[Tensors], list[np.ndarray]]
+    turn: int = 0
+    layer: int | None = None
+    kind: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Names one weight of the model."""
+        return self.name if self.layer is None else f"layers.{self.layer}.{self.name}"
+
+    def rows(self, tensors: Tensors) -> list[np.ndarray]:
         """The pieces as arrays that differ from ``shape`` in their number of rows alone."""
         return [p.reshape(-1, *self.shape[1:]) if p.ndim != len(self.shape) else p for p in self.pieces(tensors)]
 
-    def stacked(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    def stacked(self, tensors: Tensors) -> np.ndarray:
         """The whole, BF16 (uint16). A single piece stays what it is: part of a mapped file, perhaps."""
         pieces = self.rows(tensors)
         if self.turn:
@@ -52,7 +64,7 @@ class Spec(NamedTuple):
 @dataclass(frozen=True)
 class Layer:
     """Weights of one layer, as the ``Ops`` in use holds them. Fields of the other kind of mixer are None."""
-    kind: str
+    kind: str                  # "full_attention" or "linear_attention"
     input_norm: Any
     post_norm: Any
     in_proj: Any
@@ -105,63 +117,67 @@ def _ranges(**widths: int) -> dict[str, slice]:
 def specs(config: ModelConfig) -> list[Spec]:
     """Every weight of the backbone in the order of use, with where it comes from."""
     h, inter = config.hidden_size, config.intermediate_size
-
-    def stack(key, width, *names, turn=0):
-        return Spec(key, (sum(n for _, n in names), width), lambda t: [t[name] for name, _ in names], turn)
-
-    def vector(key, name, size):
-        return Spec(key, (size,), lambda t: [t[name]])
-
     out = [Spec("embed", (config.vocab_size, h), lambda t: [t["embed_tokens.weight"]])]
     for i, kind in enumerate(config.layer_types):
         at = f"layers.{i}."
-        out.append(vector(at + "input_norm", at + "input_layernorm.weight", h))
-        if kind == "full_attention":
-            out += _attention_specs(config, at, stack, vector)
-        else:
-            out += _gdn_specs(config, at, stack, vector)
-        out += [vector(at + "post_norm", at + "post_attention_layernorm.weight", h),
-                stack(at + "gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter), turn=TURN),
-                stack(at + "down_proj", inter, (at + "mlp.down_proj.weight", h))]
-    return out + [vector("norm", "norm.weight", h)]
+        mixer = _attention_specs if kind == "full_attention" else _gdn_specs
+        layer = [_vector("input_norm", at + "input_layernorm.weight", h), *mixer(config, at),
+                 _vector("post_norm", at + "post_attention_layernorm.weight", h),
+                 _stack("gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter), turn=TURN),
+                 _stack("down_proj", inter, (at + "mlp.down_proj.weight", h))]
+        out += [spec._replace(layer=i, kind=kind) for spec in layer]
+    return [*out, _vector("norm", "norm.weight", h)]
 
 
-def _attention_specs(config: ModelConfig, at: str, stack, vector) -> list[Spec]:
+def _stack(name: str, width: int, *tensors: tuple[str, int], turn: int = 0) -> Spec:
+    """A matrix of whole tensors, each given with its number of rows."""
+    return Spec(name, (sum(n for _, n in tensors), width), lambda t: [t[tensor] for tensor, _ in tensors], turn)
+
+
+def _vector(name: str, tensor: str, size: int) -> Spec:
+    return Spec(name, (size,), lambda t: [t[tensor]])
+
+
+def _attention_specs(config: ModelConfig, at: str) -> list[Spec]:
     h, d = config.hidden_size, config.head_dim
     heads, kv = config.num_attention_heads, config.num_key_value_heads
     a = at + "self_attn."
 
-    def in_proj(t):
+    def in_proj(t: Tensors) -> list[np.ndarray]:
         q_and_gate = t[a + "q_proj.weight"].reshape(heads, 2, d, h)
         return [q_and_gate[:, 0], q_and_gate[:, 1], t[a + "k_proj.weight"], t[a + "v_proj.weight"]]
 
-    return [Spec(at + "in_proj", (2 * d * (heads + kv), h), in_proj),
-            vector(at + "q_norm", a + "q_norm.weight", d), vector(at + "k_norm", a + "k_norm.weight", d),
-            stack(at + "out_proj", heads * d, (a + "o_proj.weight", h))]
+    return [Spec("in_proj", (2 * d * (heads + kv), h), in_proj), _vector("q_norm", a + "q_norm.weight", d),
+            _vector("k_norm", a + "k_norm.weight", d), _stack("out_proj", heads * d, (a + "o_proj.weight", h))]
 
 
-def _gdn_specs(config: ModelConfig, at: str, stack, vector) -> list[Spec]:
+def _gdn_specs(config: ModelConfig, at: str) -> list[Spec]:
     h, heads = config.hidden_size, config.linear_num_value_heads
     a = at + "linear_attn."
     width = in_proj_width(config, "linear_attention")
     fill = np.zeros((width - gdn_columns(config)["a"].stop, h), np.uint16)
-    return [Spec(at + "in_proj", (width, h), lambda t: [t[f"{a}in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")] + [fill]),
-            Spec(at + "conv", (config.conv_dim, config.conv_kernel),
-                 lambda t: [t[a + "conv1d.weight"].reshape(config.conv_dim, config.conv_kernel)]),
-            vector(at + "a_log", a + "A_log", heads), vector(at + "dt_bias", a + "dt_bias", heads),
-            vector(at + "gdn_norm", a + "norm.weight", config.linear_value_head_dim),
-            stack(at + "out_proj", config.value_dim, (a + "out_proj.weight", h))]
+
+    def in_proj(t: Tensors) -> list[np.ndarray]:
+        return [*(t[f"{a}in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a")), fill]
+
+    def conv(t: Tensors) -> list[np.ndarray]:
+        return [t[a + "conv1d.weight"].reshape(config.conv_dim, config.conv_kernel)]
+
+    return [Spec("in_proj", (width, h), in_proj), Spec("conv", (config.conv_dim, config.conv_kernel), conv),
+            _vector("a_log", a + "A_log", heads), _vector("dt_bias", a + "dt_bias", heads),
+            _vector("gdn_norm", a + "norm.weight", config.linear_value_head_dim),
+            _stack("out_proj", config.value_dim, (a + "out_proj.weight", h))]
 
 
-def load(tensors: Mapping[str, np.ndarray], config: ModelConfig, ops, progress=None) -> Model:
+def load(tensors: Tensors, config: ModelConfig, ops: Any, progress: Callable[[int], None] | None = None) -> Model:
     """The model's weights through ``ops.load``. progress: called with the bytes loaded since the last call."""
     return assemble(ops.load(specs(config), tensors, progress), config)
 
 
 def assemble(held: Mapping[str, Any], config: ModelConfig) -> Model:
     """The model of weights held by key."""
-    layers = []
-    for i, kind in enumerate(config.layer_types):
-        at = f"layers.{i}."
-        layers.append(Layer(kind, **{key[len(at):]: w for key, w in held.items() if key.startswith(at)}))
-    return Model(held["embed"], tuple(layers), held["norm"])
+    outer: dict[str, Any] = {}
+    layers: list[dict[str, Any]] = [{"kind": kind} for kind in config.layer_types]
+    for spec in specs(config):
+        (outer if spec.layer is None else layers[spec.layer])[spec.name] = held[spec.key]
+    return Model(outer["embed"], tuple(Layer(**layer) for layer in layers), outer["norm"])

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from jev.checkpoint.checked_json import CheckpointError
 from jev.checkpoint.checkpoint import open_export
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX, VOCAB_SIZE, write_demo_checkpoint
-from jev.model.backbone import NumpyBackbone
+from jev.model.numpy_backbone import NumpyBackbone
 from jev_kernels import bf16
 
 

@@ -30,7 +30,7 @@ from jev.checkpoint.demo import write_demo_checkpoint
 from jev.checkpoint.weight_files import read_header
 from jev.export import export
 from jev.export.export import bf16_pieces, export_merged, known_revision, read_matrix, write_export
-from jev.model.backbone import NumpyBackbone
+from jev.model.numpy_backbone import NumpyBackbone
 from jev_kernels import bf16
 from tests import export_inputs
 from tests.export_inputs import CONFIG, SOURCE, TEXT_CONFIG, edit_json, save

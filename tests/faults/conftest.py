@@ -10,7 +10,7 @@ import pytest
 from jev.checkpoint.checkpoint import open_export
 from jev.checkpoint.demo import write_demo_checkpoint
 from jev.engine import Engine
-from jev.model.backbone import open_backbone
+from jev.model.backends import open_backbone
 from jev.settings import Settings
 from tests.faults.harness import (
     GOOD_BODY,

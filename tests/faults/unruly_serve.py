@@ -18,6 +18,7 @@ import numpy as np
 
 import jev.cli
 import jev.model.backbone
+import jev.model.backends
 
 BF16_NAN = 0x7FC0
 
@@ -60,8 +61,8 @@ class UnrulyBackbone:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    opened = jev.model.backbone.open_backbone
-    jev.model.backbone.open_backbone = lambda *args, **named: UnrulyBackbone(opened(*args, **named), folder)
+    opened = jev.model.backends.open_backbone
+    jev.model.backends.open_backbone = lambda *args, **named: UnrulyBackbone(opened(*args, **named), folder)
     return jev.cli.main(sys.argv[2:])
 
 

@@ -11,8 +11,11 @@ from jev import contract
 from jev.audit import paired
 from jev.checkpoint.checkpoint import ModelConfig
 from jev.engine import Engine
-from jev.model import backbone, row_pool
-from jev.model.ops.audit import AuditOps
+from jev.model import row_pool
+from jev.model.backends import open_backbone
+from jev.model.forward import forward
+from jev.model.numpy_backbone import NumpyBackbone
+from jev.model.ops.audit import AuditOps, Pair
 from jev.model.ops.numpy import NumpyOps
 from jev.model.weights import assemble
 from jev.settings import Settings
@@ -63,7 +66,7 @@ def test_as_close_to_float64_as_the_numpy_statement(small):
     rng = np.random.default_rng(0)
     sequences = tree(rng, 40, SMALL.vocab_size)
     pool = row_pool.build(sequences)
-    exact, rounded = (backbone.forward(*held_as_numpy(small, p), pool) for p in ("float64", "bf16"))
+    exact, rounded = (forward(*held_as_numpy(small, p), pool) for p in ("float64", "bf16"))
     ours = bf16.to_float32(small.hidden(sequences)[0]).astype(np.float64)
     assert yardstick.distance(ours, exact) <= 1.1 * yardstick.distance(rounded, exact)
 
@@ -71,9 +74,9 @@ def test_as_close_to_float64_as_the_numpy_statement(small):
 def test_every_operation_is_near_float64(small):
     sequences = tree(np.random.default_rng(1), 12, SMALL.vocab_size)
     reference, weights = held_as_numpy(small, "float64")
-    ops, model, pool = small.bound(row_pool.build(sequences))
-    audited = AuditOps(ops, reference)
-    backbone.forward(audited, paired(model, weights), pool)
+    bound = small.bound(row_pool.build(sequences))
+    audited = AuditOps(bound.ops, reference)
+    forward(audited, paired(bound.model, weights), Pair(bound.pool, bound.rows))
     assert set(audited.records) == set(AuditOps.OPERATIONS)
     # Several roundings in a row where there is a gate; tests of the kernels hold each to its own limit.
     limits = {"embed": 0, "gather_rows": 0, "gated_attention": 3.5e-3, "gated_delta_rule": 4e-3, "gated_rms_norm": 3.5e-3,
@@ -143,11 +146,13 @@ def test_every_bucket_gives_the_same_bits(small):
     expected = small.hidden(sequences)[0]
     for bucket in small.buckets:
         if bucket.holds(pool):
-            small.upload(bucket, pool, lasts)
-            small.graph(bucket).launch(small.stream)
+            runner = small.runner(bucket)
+            runner.upload(pool, lasts)
+            runner.graph().launch(small.stream)
             small.stream.synchronize()
-            got = small.ops(bucket).hidden[:len(lasts)].copy_to_host()
+            got = runner.hidden.array[:len(lasts)].copy_to_host()
             assert (got[where] == expected).all(), bucket
+            assert (runner.run(pool, use_graph=True) == expected).all(), bucket
 
 
 def test_more_than_a_forward_holds_is_split(small):
@@ -182,8 +187,8 @@ def test_the_demo_checkpoint_decides_as_on_a_cpu(tmp_path):
     another in float64.
     """
     export = fakes.demo_export(tmp_path)
-    exact = backbone.NumpyBackbone(export, precision="float64")
-    numpy, cuda = (Engine(export, backbone.open_backbone(export, name, log=lambda line: None), Settings())
+    exact = NumpyBackbone(export, precision="float64")
+    numpy, cuda = (Engine(export, open_backbone(export, name, log=lambda line: None), Settings())
                    for name in ("numpy", "cuda"))
     rng = np.random.default_rng(9)
     words = "late broken early intact lost found paid owed red blue".split()

@@ -1,6 +1,6 @@
 """``jev_kernels.runtime.device`` and the GEMMs for the simulator, so that the CUDA backend runs on a CPU, launchers and all.
 
-    monkeypatch.setattr(jev.model.ops.cuda, "device", cuda_ops_sim)
+    monkeypatch.setattr(jev.model.ops.cuda, "device", cuda_ops_sim)      # and in the other modules of the backend
 
 This module stands for ``device``: arrays are the simulator's, a stream does everything at once. Whatever is taken from
 an arena is an allocation of its own, and full of garbage.
@@ -15,7 +15,7 @@ from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 from jev.checkpoint.checkpoint import ModelConfig
 from jev.model.buckets import Bucket
 from jev.model.cuda_backbone import CudaBackbone
-from jev.model.ops.cuda import Buffers, CudaWeights
+from jev.model.ops.cuda_buffers import Buffers, CudaWeights
 from jev.model.weights import assemble, specs
 from jev_kernels import bf16
 from jev_kernels.gemm.cublaslt import layout
@@ -112,16 +112,14 @@ class Backbone(CudaBackbone):
 
     def __init__(self, config: ModelConfig, tensors, buckets: list[Bucket], max_length: int):
         self.config, self.buckets, self.max_length = config, buckets, max_length
-        self.max_rows, self.use_graphs, self._graphs = max(b.rows for b in buckets), False, {}
-        self.gemm, self.stream, self._ops = Gemm(), Stream(), {}
+        self.max_rows, self.use_graphs, self._runners = max(b.rows for b in buckets), False, {}
+        self.gemm, self.stream, self.log = Gemm(), Stream(), print
         needed = specs(config)
         self.weights = CudaWeights(needed)
         for spec in needed:
             self.weights.held[spec.key].array[:] = spec.stacked(tensors)
         self.model = assemble(self.weights.held, config)
         self.buffers = Buffers(config, buckets, max_length)
-        self.host_metadata = pinned(max(b.size for b in buckets), np.int32)
-        self.host_hidden = pinned((max(b.lasts for b in buckets), config.hidden_size), np.uint16)
 
     def poison(self) -> None:
         """Garbage in everything that a forward pass may not rely on: all but the weights and the rotation table."""
@@ -129,7 +127,7 @@ class Backbone(CudaBackbone):
         for piece in self.buffers.arena.taken:
             if piece.ctypes.data != table:
                 piece.view(np.uint16)[:] = POISON
-        self.host_metadata[:] = POISON << 16 | POISON
-        self.host_hidden[:] = POISON
+        self.buffers.host_metadata[:] = POISON << 16 | POISON
+        self.buffers.host_hidden[:] = POISON
         self.buffers.rows_written = self.max_rows
 

@@ -9,11 +9,13 @@ import pytest
 
 import jev.model.cuda_backbone
 import jev.model.ops.cuda
+import jev.model.ops.cuda_buffers
 from jev.audit import paired
-from jev.model import backbone, row_pool, weights
+from jev.model import row_pool, weights
 from jev.model.backbone import BackendError
 from jev.model.buckets import Bucket
-from jev.model.ops.audit import AuditOps
+from jev.model.forward import forward
+from jev.model.ops.audit import AuditOps, Pair
 from jev.model.ops.numpy import NumpyOps
 from jev_kernels import bf16
 from jev_kernels.runtime.graph import CaptureError
@@ -31,7 +33,7 @@ LIMIT = 3e-3
 
 @pytest.fixture(autouse=True)
 def simulated_device(monkeypatch):
-    for module in (jev.model.cuda_backbone, jev.model.ops.cuda):
+    for module in (jev.model.cuda_backbone, jev.model.ops.cuda, jev.model.ops.cuda_buffers):
         monkeypatch.setattr(module, "device", cuda_ops_sim)
 
 
@@ -61,17 +63,17 @@ def test_forward():
     tight, other = Bucket(10, wide=True), Bucket(13)
     made = cuda_ops_sim.Backbone(c, tensors, [tight, other], LENGTH)
 
-    ops, model, bound = made.bound(pool)
+    ops, model, on_device, bound = made.bound(pool)
     assert ops.bucket == tight and pool.n_rows == 10 and len(bound.last_rows) == 2
     reference, exact_model = numpy_model(c, tensors, "float64")
     audited = AuditOps(ops, reference)
-    hidden = ops.values(backbone.forward(audited, paired(model, exact_model), bound))
+    hidden = ops.values(forward(audited, paired(model, exact_model), Pair(on_device, bound)))
     assert {name: len(records) for name, records in audited.records.items()} == RECORDS
     worst = {name: max(r.relative for r in records) for name, records in audited.records.items()}
     assert all(worst[name] <= LIMITS.get(name, LIMIT) for name in worst), worst
 
-    exact = backbone.forward(reference, exact_model, bound)
-    rounded = backbone.forward(*numpy_model(c, tensors, "bf16"), bound)
+    exact = forward(reference, exact_model, bound)
+    rounded = forward(*numpy_model(c, tensors, "bf16"), bound)
     assert yardstick.distance(hidden, exact) <= yardstick.MEAN_RATIO * yardstick.distance(rounded, exact)
 
     made.buckets = [other]
@@ -80,12 +82,12 @@ def test_forward():
     assert rows == 10
     lasts = np.searchsorted(bound.last_rows, pool.last_rows[[1, 0, 2]])
     np.testing.assert_array_equal(bf16.to_float32(again), hidden[lasts])
-    for prefix, live in (("", rows), ("last_", 2)):                      # but by GEMMs, which know no counts
-        for name in ("residual", "x", "act", "mixed/full_attention", *(("conv", "g", "beta") if not prefix else ())):
-            beyond = made.ops(other).activations[prefix + name][live:].copy_to_host()
-            cleared = not prefix and name in ("x", "act", "mixed/full_attention")
+    for x in made.runner(other).ops.activations.values():               # but by GEMMs, which know no counts
+        if x.name not in ("projected", "gate_up", "delta") and x.kind != "linear_attention":
+            beyond = x.array[2 if x.last else rows:].copy_to_host()
+            cleared = not x.last and x.name in ("x", "act", "mixed")
             expected = 0 if cleared else cuda_ops_sim.POISON
-            assert len(beyond) and (beyond.view(np.uint16) == expected).all(), prefix + name
+            assert len(beyond) and (beyond.view(np.uint16) == expected).all(), x.name
 
 
 def test_what_gemms_read_is_zero_behind_the_live_rows_whatever_came_before():
@@ -95,9 +97,10 @@ def test_what_gemms_read_is_zero_behind_the_live_rows_whatever_came_before():
     rng = np.random.default_rng(0)
     for rows in rng.integers(1, 65, 40):
         bucket = next(b for b in buckets if b.rows >= rows)
-        made.ops(bucket).clear(int(rows))
-        for name in ("x", "act", "mixed/full_attention", "mixed/linear_attention"):
-            read = made.ops(bucket).activations[name]
+        ops = made.runner(bucket).ops
+        ops.clear(int(rows))
+        for name, kind in (("x", ""), ("act", ""), ("mixed", "full_attention"), ("mixed", "linear_attention")):
+            read = ops.activation(name, kind).array
             assert not read[rows:].copy_to_host().any(), (name, rows)
             read[:rows] = cuda_ops_sim.POISON
 
@@ -109,14 +112,14 @@ def test_a_branch_starts_from_a_stored_state():
     pool = row_pool.build([root, np.r_[root[:64], 33].astype(np.int32)])
     assert pool.n_slots == 1 and len(pool.runs) == 2
     made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(70)], LENGTH)
-    ops, _, pool = made.bound(pool)
+    ops, _, on_device, pool = made.bound(pool)
     rng, n = np.random.default_rng(0), pool.n_rows
-    qkv, g, beta = (ops.activations[name] for name in ("conv", "g", "beta"))
-    qkv[:n] = bf16.from_float64(rng.standard_normal((n, c.conv_dim)))
-    g[:n] = -0.1 * rng.random((n, 1))
-    beta[:n] = bf16.from_float64(rng.random((n, 1)))
+    qkv, g, beta = (ops.activation(name) for name in ("conv", "g", "beta"))
+    qkv.array[:n] = bf16.from_float64(rng.standard_normal((n, c.conv_dim)))
+    g.array[:n] = -0.1 * rng.random((n, 1))
+    beta.array[:n] = bf16.from_float64(rng.random((n, 1)))
     inputs = [ops.values(x) for x in (qkv, g, beta)]
-    out = ops.values(ops.gated_delta_rule(qkv, g, beta, pool))
+    out = ops.values(ops.gated_delta_rule(qkv, g, beta, on_device))
     expected = NumpyOps(c, "float64", LENGTH).gated_delta_rule(*inputs, pool)
     for rows in (slice(n), slice(64, n)):
         assert np.linalg.norm(out[rows] - expected[rows]) <= 4e-3 * np.linalg.norm(expected[rows])
@@ -144,7 +147,7 @@ def test_what_cannot_be_captured_is_launched(monkeypatch, error):
     made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(128)], LENGTH)
     launched, said = [], []
     made.use_graphs, made.log = True, said.append
-    monkeypatch.setattr(made, "_launch", launched.append)
+    monkeypatch.setattr(made.runner(made.buckets[0]), "launch", lambda: launched.append(None))
     monkeypatch.setattr(jev.model.cuda_backbone.graphs, "capture", fails)
     for _ in range(2):
         made.hidden([np.zeros(3, np.int32)])
@@ -159,9 +162,9 @@ def test_every_failure_is_a_backend_error(monkeypatch):
     c = config(models.F, heads=1, value_heads=1)
     made = cuda_ops_sim.Backbone(c, models.tensors(c), [Bucket(128)], LENGTH)
     for error in (LibraryError("status 13"), RuntimeError("CUDA: CUDA_ERROR_ILLEGAL_ADDRESS")):
-        def fails(bucket, error=error):
+        def fails(error=error):
             raise error
-        monkeypatch.setattr(made, "_launch", fails)
+        monkeypatch.setattr(made.runner(made.buckets[0]), "launch", fails)
         with pytest.raises(BackendError, match=f"the forward pass failed on the GPU: .*{error}") as caught:
             made.hidden([np.zeros(3, np.int32)])
         assert caught.value.__cause__ is error

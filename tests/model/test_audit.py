@@ -4,8 +4,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jev.model import backbone, row_pool, weights
-from jev.model.ops.audit import AuditOps, table
+from jev.model import row_pool, weights
+from jev.model.forward import forward
+from jev.model.ops.audit import AuditOps, Pair, table
 from jev.model.ops.numpy import NumpyOps
 from tests import models
 
@@ -15,13 +16,13 @@ POOL = row_pool.build(models.sequences(np.random.default_rng(0), C.vocab_size, (
 
 def audit(ops):
     audited = AuditOps(ops, NumpyOps(C, "float64", 128))
-    return audited, backbone.forward(audited, weights.load(models.tensors(C), C, audited), POOL)
+    return audited, forward(audited, weights.load(models.tensors(C), C, audited), Pair(POOL, POOL))
 
 
 def test_every_operation_is_recorded_and_the_result_is_the_audited_one():
     ops = NumpyOps(C, "bf16", 128)
     audited, hidden = audit(ops)
-    assert (hidden == backbone.forward(ops, weights.load(models.tensors(C), C, ops), POOL)).all()
+    assert (hidden == forward(ops, weights.load(models.tensors(C), C, ops), POOL)).all()
     assert set(audited.records) == set(AuditOps.OPERATIONS)
     for name, records in audited.records.items():
         assert max(r.relative for r in records) < 8e-3, name

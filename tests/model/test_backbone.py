@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jev.model import backbone, row_pool, weights
+from jev.model import row_pool, weights
+from jev.model.forward import forward
 from jev.model.ops.numpy import NumpyOps
 from jev_kernels import bf16
 from tests import models, yardstick
@@ -51,11 +52,11 @@ def test_hidden_states_are_bf16_values_and_the_final_norm_is_applied():
     c = models.config("plain")
     ops = NumpyOps(c, "bf16", 64)
     tensors = models.tensors(c)
-    hidden = backbone.forward(ops, weights.load(tensors, c, ops), row_pool.build([np.array([1, 2, 3])]))
+    hidden = forward(ops, weights.load(tensors, c, ops), row_pool.build([np.array([1, 2, 3])]))
     assert hidden.shape == (1, c.hidden_size)
     assert (bf16.round_float64(hidden) == hidden).all()
     scaled = dict(tensors, **{"norm.weight": bf16.from_float32(np.full(c.hidden_size, -1, np.float32))})
-    assert not backbone.forward(ops, weights.load(scaled, c, ops), row_pool.build([np.array([1, 2, 3])])).any()
+    assert not forward(ops, weights.load(scaled, c, ops), row_pool.build([np.array([1, 2, 3])])).any()
 
 
 def test_stacked_weights_hold_every_tensor_of_the_checkpoint_once():

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jev.model import backbone, row_pool, weights
+from jev.model import row_pool, weights
+from jev.model.forward import forward
 from jev.model.ops.numpy import NumpyOps
+from jev.model.sequences import Sequences
 from jev_kernels import pool as layout
 from tests import models
 
@@ -100,7 +102,7 @@ def test_every_row_has_one_tile_and_one_chunk_that_writes_it(sequences):
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 200, 1000])
 def test_a_single_sequence_is_a_trie_of_one(length):
     sequence = np.random.default_rng(length).integers(0, 9, length)
-    pool, trie = row_pool.build([sequence]), row_pool._trie([sequence])
+    pool, trie = row_pool.build([sequence]), row_pool._trie(Sequences.of([sequence]))
     for f in fields(pool):
         if f.name != "branches":
             np.testing.assert_array_equal(getattr(pool, f.name), getattr(trie, f.name), f.name)
@@ -124,7 +126,7 @@ def run(request):
     c = models.config("grouped", hidden_size=48, intermediate_size=64)
     ops = NumpyOps(c, request.param, max_length=512)
     model = weights.load(models.tensors(c), c, ops)
-    return lambda sequences: backbone.forward(ops, model, row_pool.build(sequences))
+    return lambda sequences: forward(ops, model, row_pool.build(sequences))
 
 
 @settings(max_examples=25, deadline=None)

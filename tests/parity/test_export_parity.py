@@ -19,7 +19,7 @@ from jev.checkpoint.checkpoint import Manifest, ModelConfig, Pinned, open_export
 from jev.checkpoint.demo import CHAT_PREFIX, CHAT_SUFFIX
 from jev.contract import parse_request
 from jev.export import export
-from jev.model.backbone import NumpyBackbone
+from jev.model.numpy_backbone import NumpyBackbone
 from jev.processor import Processor
 from tests.export_inputs import F, L, edit_json, write_json, write_tokenizer
 

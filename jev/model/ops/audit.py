@@ -13,11 +13,10 @@ import numpy as np
 
 from jev.model.ops import Ops
 from jev.model.ops.numpy import NumpyOps
-from jev.model.row_pool import RowPool
 
 
 class Pair(NamedTuple):
-    """A weight as both implementations hold it."""
+    """A weight or a pool as both implementations hold it."""
     audited: Any
     reference: Any
 
@@ -31,8 +30,8 @@ class Record(NamedTuple):
 class AuditOps:
     """``Ops`` that computes with ``audited`` and records the distance from ``reference``.
 
-    ``audited`` must have ``values(x)``: an activation as a float64 copy on the host. ``records`` maps operation names
-    to the records of its calls, in order; an operation with two outputs has one record per output and call.
+    ``records`` maps operation names to the records of its calls, in order; an operation with two outputs has one record per
+    output and call. Weights and the pool are given as ``Pair``.
     """
     OPERATIONS = ("embed", "rms_norm", "add_rms_norm", "linear", "swiglu", "gdn_conv_gates", "gated_delta_rule",
                   "gated_rms_norm", "qk_rope", "gated_attention", "gather_rows")
@@ -46,6 +45,9 @@ class AuditOps:
         reference = self.reference.load(specs, tensors)
         return {key: Pair(held[key], reference[key]) for key in held}
 
+    def values(self, x) -> np.ndarray:
+        return self.audited.values(x)
+
     def __getattr__(self, name: str):
         if name not in self.OPERATIONS:
             raise AttributeError(name)
@@ -53,8 +55,7 @@ class AuditOps:
         def call(*args):
             ours = [a.audited if isinstance(a, Pair) else a for a in args]
             # Copies are taken first: an operation may reuse the memory of its inputs.
-            theirs = [a.reference if isinstance(a, Pair) else a if isinstance(a, RowPool) else self.audited.values(a)
-                      for a in args]
+            theirs = [a.reference if isinstance(a, Pair) else self.audited.values(a) for a in args]
             out = getattr(self.audited, name)(*ours)
             expected = getattr(self.reference, name)(*theirs)
             for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (out, expected))):

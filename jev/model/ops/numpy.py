@@ -68,7 +68,6 @@ class NumpyOps:
         return bf16.from_float32(x.astype(np.float32)) if self.precision == "bf16" else x
 
     def values(self, x: np.ndarray) -> np.ndarray:
-        """An activation as a float64 copy (for ``AuditOps``)."""
         return x.copy()
 
     def embed(self, table, pool: RowPool):
