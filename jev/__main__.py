@@ -1,11 +1,11 @@
 """``python -m jev`` and the command ``jev``."""
 
-import signal
+import _signal  # the module signal takes milliseconds, in which a signal would be a traceback
 import sys
 
 # Ctrl-C ends the process at once, without a traceback, until a command has begun that can say more; see jev.signals.
-if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if _signal.getsignal(_signal.SIGINT) == _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def main() -> int:

@@ -35,12 +35,23 @@ def service() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt inside, where it ends the process at once outside (see ``jev.__main__``)."""
-    before = signal.getsignal(signal.SIGINT)
+    """SIGINT raises KeyboardInterrupt inside, where it ends the process at once outside (see ``jev.__main__``).
+
+    So does what a library makes of it: a KeyboardInterrupt during an import of NumPy comes out as an ImportError.
+    """
+    before, came = signal.getsignal(signal.SIGINT), []
+
+    def interrupt(*_: object) -> None:
+        came.append(True)
+        raise KeyboardInterrupt
     if before == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
+    except Exception:
+        if came:
+            raise KeyboardInterrupt from None
+        raise
     finally:
         if before == signal.SIG_DFL:
             signal.signal(signal.SIGINT, before)

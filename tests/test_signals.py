@@ -77,6 +77,13 @@ def test_a_command_is_interrupted_in_a_word(tmp_path, command, moment):
     assert done.returncode == 130 and done.stderr == "interrupted\n"
 
 
+def test_what_a_library_makes_of_an_interrupt_is_one(tmp_path):
+    """NumPy's import in C reports whatever goes wrong as an ImportError."""
+    (tmp_path / "numpy.py").write_text("try:\n    import jev_moment\nexcept BaseException:\n    raise ImportError('broken')\n")
+    done = start(tmp_path, "jev_moment", signal.SIGINT, "check", "/nowhere")
+    assert done.returncode == 130 and done.stderr == "interrupted\n"
+
+
 def test_nohup_keeps_a_service_from_the_end_of_its_terminal(tmp_path):
     done = start(tmp_path, "flask", signal.SIGHUP, "serve", "--port", "0", "--model", "/nowhere",
                  before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
