@@ -32,8 +32,9 @@ from jev.threads import starting
 
 ROOM_BYTES = 1 << 20                    # of lines that wait to be written, for each stream
 # An access line is put down before its answer has left, and no other thread may wake up for it then: its writer looks for
-# new lines so often. The rare lines on stderr are written at once.
+# new lines so often, and less and less often while there are none. The rare lines on stderr are written at once.
 INTERVAL_SECONDS = 0.05
+IDLE_SECONDS = 0.4
 RETRY_SECONDS = 1.0                     # after a write that failed: a full disk, a reader that left
 FLUSH_SECONDS = 1.0                     # for what is left at the end
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -42,7 +43,7 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class Writer:
     """Lines to the file descriptor ``fd``, written by a thread of its own.
 
-    missing: the line that says how many are missing. interval: seconds between two looks for lines; None: at once.
+    missing: the line that says how many are missing. interval: seconds between two looks for lines, at least; None: at once.
     """
 
     def __init__(self, fd: int, missing: Callable[[int], bytes], interval: float | None) -> None:
@@ -78,6 +79,7 @@ class Writer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        wait = self._interval
         while True:
             closing = self._closing
             with self._lock:
@@ -89,11 +91,13 @@ class Writer:
                     self._held += len(lines[-1])
             if lines:
                 self._write_all(lines, dropped)
+                wait = self._interval
             elif closing:
                 return
             else:
                 with contextlib.suppress(queue.Empty):
-                    self._wake.get(timeout=self._interval)
+                    self._wake.get(timeout=wait)
+                wait = wait and min(2 * wait, IDLE_SECONDS)
 
     def _write_all(self, lines: list[bytes], dropped: int) -> None:
         """Write these. dropped: how many the last of them stands for, 0 for an ordinary one."""

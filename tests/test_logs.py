@@ -227,8 +227,8 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-FAKE = ("import jev.model.backbone; from tests.fakes import FakeBackbone\n"
-        "jev.model.backbone.open_backbone = lambda *a, **k: BACKBONE\nBACKBONE = FakeBackbone()\n")
+FAKE = ("import jev.model.backends; from tests.fakes import FakeBackbone\n"
+        "jev.model.backends.open_backbone = lambda *a, **k: BACKBONE\nBACKBONE = FakeBackbone()\n")
 # What is served writes a line of 900 bytes to stderr for each request, as a failing device would.
 NOISY = FAKE + "BACKBONE.fail = lambda sequences: RuntimeError('x' * 900) if len(BACKBONE.forwards) > 1 else None\n"
 
