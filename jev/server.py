@@ -312,7 +312,7 @@ class Server:
         """Serve until stopped. True when everything admitted was answered, whether or not its client took it."""
         try:
             self._threads.loop.begin()
-            reason = self._reasons.get()
+            reason = self._reason()
             if reason is not None:
                 raise reason
             self._threads.loop.end(self._waitress.pull_trigger)
@@ -323,6 +323,13 @@ class Server:
                 channel.handle_close()
             self._threads.shutdown(timeout=1)
             wasyncore.close_all(self._map)
+
+    def _reason(self) -> BaseException | None:
+        """Wait for a reason to end. Once a round, because a signal that comes just before a thread begins to wait does not
+        end the wait, and its handler runs after it."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._reasons.get(timeout=ROUND_SECONDS)
 
     def _drain(self) -> bool:
         deadline = time.monotonic() + self.drain_seconds

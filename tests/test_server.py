@@ -409,7 +409,8 @@ def test_stop_answers_what_is_running_and_then_closes(export, pool):
         for future in running:
             status, _, headers = future.result(10)
             assert status == 200 and headers["Connection"] == "close"
-        assert read_all(half) == b""                                # half a request is not an admitted one
+        left = read_all(half)                                       # half a request is not an admitted one
+        assert left == b"" or left.startswith(b"HTTP/1.1 503")      # the latter if its head came after the signal
         with pytest.raises(OSError):
             eventually(lambda: ask(server)[0] == 0)                 # nothing is left to wait for: the listener is closed
         half.close()
@@ -567,7 +568,7 @@ def test_it_gives_up_after_drain_seconds(start, pool):
 
 def test_a_signal_while_loading_ends_it(start):
     worker = start(before="open_export = None; import jev.checkpoint.checkpoint; jev.checkpoint.checkpoint.open_export = "
-                          "lambda *a: (print('loading', file=sys.stderr, flush=True), time.sleep(60))")
+                          "lambda *a: (print('loading', file=sys.stderr, flush=True), [time.sleep(0.05) for _ in range(1200)])")
     worker.wait_for("loading")
     worker.signal(signal.SIGTERM)
     assert worker.wait(5) == 0
