@@ -16,12 +16,9 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import re
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterable
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flask
@@ -30,6 +27,8 @@ from werkzeug import Request, Response
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 from werkzeug.http import parse_options_header
 
+from jev import access_log
+from jev.access_log import CLIENT_CLOSED_REQUEST
 from jev.contract import MAX_BODY_BYTES
 from jev.engine import Cancelled, ContractError, Engine, InferenceError, Refused, RequestTooLarge
 from jev.http.errors import error_body
@@ -38,15 +37,12 @@ from jev.scheduler import SHUTDOWN_RETRY_SECONDS
 from jev.server import HEAD_ACCEPTED, Refusal, RequestHead
 from jev.settings import Settings
 
-CLIENT_CLOSED_REQUEST = 499             # for the log: nobody is there to receive it
+MAX_LOGGED_ERRORS = 3
+KNOWN_NAMES = frozenset(("body", "model", "state", "questions", "type", "instructions", "criteria", "true", "false"))
 EXCHANGE = "jev.exchange"                 # of the WSGI environment
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 _PATHS = "POST /v1/systemone, GET /health and GET /v1/models"
-# The second name is the one under which System One clients look.
-REQUEST_ID_HEADERS = ("X-Request-Id", "X-TypeSafe-Request-Id")
 
 logger = logging.getLogger("jev.app")
-access_log = logging.getLogger("jev.access")
 
 
 class _Request(Request):
@@ -131,19 +127,20 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
         """Decisions go around Flask's routing and contexts, which take 0.15 ms, and half a millisecond on a processor
         that has had nothing to do while the GPU worked."""
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        environ[EXCHANGE] = _Exchange(
-            method, path, environ.get("HTTP_X_REQUEST_ID"), int(environ.get("CONTENT_LENGTH") or 0))
-        response = None if environ.get(HEAD_ACCEPTED) else refusal(RequestHead.of(environ))
-        if response is None:
-            if method != "POST" or path != "/v1/systemone":
-                return routed(environ, start_response)
-            request = _Request(environ)
-            try:
+        environ[EXCHANGE] = exchange = _Exchange(
+            method, path, environ.get("HTTP_X_REQUEST_ID"), int(environ.get("CONTENT_LENGTH") or 0),
+            environ.get("waitress.client_disconnected"))
+        request = _Request(environ)
+        try:
+            response = None if environ.get(HEAD_ACCEPTED) else refusal(RequestHead.of(environ))
+            if response is None:
+                if method != "POST" or path != "/v1/systemone":
+                    return routed(environ, start_response)
                 response = decide(request)
-            except Exception as error:
-                handler = next(handler for kind, handler in HANDLERS if isinstance(error, kind))
-                response = handler(error, request)
-        return _finish(environ[EXCHANGE], response)(environ, start_response)
+        except BaseException as error:      # of Flask's too: it lets pass what is no Exception, such as a library's panic
+            handler = next((handler for kind, handler in HANDLERS if isinstance(error, kind)), _unexpected)
+            response = handler(error, request)
+        return _finish(exchange, response)(environ, start_response)
 
     app.refuse_head = refuse_head
     app.wsgi_app = wsgi_app
@@ -153,12 +150,14 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
 class _Exchange:
     """A request as the log shows it: kept in its WSGI environment once the application has it."""
 
-    def __init__(self, method: str, path: str, given_id: str | None, bytes_in: int | None) -> None:
-        """path: as in PATH_INFO, latin-1 text. given_id: what the client wants its request to be called."""
+    def __init__(self, method: str, path: str, given_id: str | None, bytes_in: int | None,
+                 gone: Callable[[], bool] | None = None) -> None:
+        """path: as in PATH_INFO, latin-1 text. given_id: what the client wants its request to be called. gone: whether the
+        client has left."""
         self.started = time.perf_counter()
-        self.id = given_id if given_id and REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
-        self.method, self.path = method[:16], path.encode("latin-1").decode("utf-8", "replace")[:200]
-        self.bytes_in = bytes_in or 0
+        self.id = access_log.request_id(given_id or "")
+        self.method, self.path = method, path.encode("latin-1").decode("utf-8", "replace")
+        self.bytes_in, self.gone = bytes_in or 0, gone
         self.answered: dict[str, Any] = {}
 
 
@@ -169,16 +168,25 @@ def _authorized(head: RequestHead, key: bytes) -> bool:
     return same and scheme.lower() == "bearer"
 
 
-def _json(status: int, value: Any) -> Response:
-    return Response(json.dumps(value, allow_nan=False), status, mimetype="application/json")
+def _json(status: int, value: Any, errors: Sequence[dict[str, Any]] = ()) -> Response:
+    """errors: why it is no answer, for the log: {"type"} or {"type", "loc"} of each."""
+    response = Response(json.dumps(value, allow_nan=False), status, mimetype="application/json")
+    response.logged_errors = errors
+    return response
 
 
 def _error(status: int, error_type: str, message: str) -> Response:
-    return _json(status, error_body(error_type, message))
+    return _json(status, error_body(error_type, message), [{"type": error_type}])
 
 
 def _refused_by_contract(error: ContractError, request: Request) -> Response:
-    return _json(422, {"error": str(error), "detail": error.errors})
+    logged = [{"type": e["type"], "loc": _place(e["loc"])} for e in error.errors[:MAX_LOGGED_ERRORS]]
+    return _json(422, {"error": str(error), "detail": error.errors}, logged)
+
+
+def _place(loc: list[str | int]) -> list[str | int]:
+    """A loc for the log: names that the contract knows as they are, and "*" for those that the client chose."""
+    return [part if isinstance(part, int) or part in KNOWN_NAMES else "*" for part in loc]
 
 
 def _refused_for_now(error: Refused, request: Request) -> Response:
@@ -219,7 +227,7 @@ def _described(error: HTTPException) -> Response:
     return response
 
 
-def _unexpected(error: Exception, request: Request) -> Response:
+def _unexpected(error: BaseException, request: Request) -> Response:
     # Without the message, which may quote the request.
     logger.error("request %s failed: %s at\n%s", request.environ[EXCHANGE].id, type(error).__name__,
                  "".join(traceback.format_tb(error.__traceback__)))
@@ -231,11 +239,12 @@ HANDLERS = ((ContractError, _refused_by_contract), (Refused, _refused_for_now), 
 
 
 def _finish(exchange: _Exchange, response: Response) -> Response:
-    for header in REQUEST_ID_HEADERS:
+    status = response.status_code
+    explained = {"errors": response.logged_errors} if response.logged_errors else {}
+    if exchange.gone is not None and exchange.gone():
+        explained["answer"], status = status, CLIENT_CLOSED_REQUEST         # nobody takes it any more
+    for header in access_log.REQUEST_ID_HEADERS:
         response.headers[header] = exchange.id
-    access_log.info(json.dumps({
-        "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"), "id": exchange.id,
-        "method": exchange.method, "path": exchange.path, "status": response.status_code,
-        "ms": round(1000 * (time.perf_counter() - exchange.started), 3), "bytes_in": exchange.bytes_in,
-        "bytes_out": response.content_length or 0, **exchange.answered}))
+    access_log.write(exchange.id, exchange.method, exchange.path, status, time.perf_counter() - exchange.started,
+                     exchange.bytes_in, response.content_length or 0, **exchange.answered, **explained)
     return response

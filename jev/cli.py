@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jev import __version__
+from jev import __version__, signals
 from jev.arguments import Parser, did_you_mean, integer
 from jev.errors import JevError
 from jev.settings import Settings
+from jev.threads import OutOfThreads, limits, refused
 
 if TYPE_CHECKING:
     from jev.engine import Engine
@@ -80,36 +81,34 @@ def describe(export) -> str:
 
 
 def serve(args: argparse.Namespace) -> int:
-    import signal
-    server: Server | None = None
+    import logging
 
-    def stop(signum: int, frame: Any) -> None:
-        if server is None:          # still loading: nobody waits for anything
-            raise SystemExit(0)
-        server.stop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, stop)       # before the imports below, which take a second
+    from jev import logs
+    with logs.service(logging.WARNING):
+        signals.on_stop(lambda: logs.leave(0))          # still loading: nobody waits for anything
+        return _serve(args)
 
+
+def _serve(args: argparse.Namespace) -> int:
+    from jev import logs
     from jev.app import create_app
     from jev.server import Server, bind
     settings = args.settings
-    _set_up_logging()
     started = time.perf_counter()
     with _listening_on(settings):
         sock = bind(settings.host, settings.port)
     engine = open_engine(settings)
     with _listening_on(settings):       # another worker may have come first while this one loaded
         server = Server(create_app(engine, settings), engine, settings, sock)
+    signals.on_stop(server.stop)
     say(f"queue: {settings.queue} requests; forward passes of up to {engine.max_rows} rows")
     say(f"ready after {time.perf_counter() - started:.1f} s; listening on {server.url}")
     say(f"try: {_curl(server.url, settings.api_key is not None)}")
     if not server.run():
         say("stopped before every request was answered")
-        _flush_stdout()
-        os._exit(1)             # a forward pass is still under way, and the device must not be closed under it
+        logs.leave(1)           # a forward pass is still under way, and the device must not be closed under it
     engine.close()
     say("stopped")
-    _flush_stdout()
     return 0
 
 
@@ -126,21 +125,6 @@ def _curl(url: str, key: bool) -> str:
     authorization = " -H \"Authorization: Bearer $OPEN_JEV_API_KEY\"" if key else ""
     return (f"curl {url}/v1/systemone -H 'Content-Type: application/json'{authorization} "
             f"-d '{json.dumps(EXAMPLE_REQUEST)}'")
-
-
-def _set_up_logging() -> None:
-    """Access lines (JSON) to stdout; everything else that is worth reading to stderr."""
-    import logging
-    logging.raiseExceptions = False         # a reader of stdout or stderr that has left must not fill the other
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING,
-                        format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
-    access = logging.getLogger("jev.access")
-    access.setLevel(logging.INFO)
-    access.propagate = False
-    handler = logging.NullHandler() if sys.stdout is None else logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    access.addHandler(handler)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +190,7 @@ Every flag has an environment variable, shown in brackets; the flag wins. One mo
 visible to other users: OPEN_JEV_API_KEY, {Settings.__dataclass_fields__['api_key'].metadata['help'].split(' (')[0]}.
 
 Output: one JSON line for each request on stdout (no bodies, no keys); everything else on stderr.
-SIGTERM or Ctrl-C: no new requests, those admitted are answered, exit 0. Again: give up on them, exit 1.
+SIGTERM, SIGHUP or Ctrl-C: no new requests, those admitted are answered, exit 0. Again: give up on them, exit 1.
 
   {_curl('http://127.0.0.1:8000', False)}
 """)
@@ -247,6 +231,8 @@ DELEGATED = {"export": ("jev.export.command", "merge a downloaded base model and
              "audit": ("jev.audit", "measure each operation of a backend against float64 on an export's own weights")}
 COMMANDS = ("serve", "score", "demo", "demo-checkpoint", "check", *DELEGATED)
 
+SERVICES = (["serve"], ["frontend"])            # they run until a signal ends them
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
@@ -257,15 +243,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        if argv[0] in DELEGATED:
-            return import_module(DELEGATED[argv[0]][0]).main(argv[1:]) or 0
-        parser = build_parser()
-        if not argv[0].startswith("-") and argv[0] not in COMMANDS:
-            parser.error(f"no such command{did_you_mean(argv[0], COMMANDS)}")
-        args = parser.parse_args(argv)
-        for remark in getattr(args, "remarks", ()):
-            say(f"jev: {remark}")
-        return args.run(args)
+        with signals.service() if argv[:1] in SERVICES else signals.interruptible():
+            if argv[0] in DELEGATED:
+                return import_module(DELEGATED[argv[0]][0]).main(argv[1:]) or 0
+            parser = build_parser()
+            if not argv[0].startswith("-") and argv[0] not in COMMANDS:
+                parser.error(f"no such command{did_you_mean(argv[0], COMMANDS)}")
+            args = parser.parse_args(argv)
+            for remark in getattr(args, "remarks", ()):
+                say(f"jev: {remark}")
+            return args.run(args)
     except KeyboardInterrupt:
         say("interrupted")
         return 130
@@ -279,4 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         say(f"jev: {place}{error.strerror or error}")
         _flush_stdout()                 # it may have been the full one
+        return 1
+    except BaseException as error:
+        if not refused(error):
+            raise
+        say(f"jev: {OutOfThreads(f'cannot start a thread: {limits()}')}")
         return 1

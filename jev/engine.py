@@ -64,7 +64,9 @@ class Engine:
             advice = "" if manifest.max_length > backbone.max_rows else f" or raise {settings.named('batch_rows')}"
             raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
                                f"{self.max_rows} rows: lower {settings.named('max_length')}{advice}")
+        self._models = _about(export)
         self.processor = Processor.of(export)
+        self.processor.start_threads()
         self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe, settings.queue_mb * MIB)
         self._large = threading.Lock()
         prompt, = contract.parse_request(WARM_UP, export.model_names).questions[0].prompts
@@ -134,14 +136,7 @@ class Engine:
 
     def models(self) -> dict[str, Any]:
         """The object of GET /v1/models."""
-        model_id = self.export.manifest.model_id
-        source = DEMO if self.export.demo else pinned(model_id)
-        about = DEMO_NOTICE if self.export.demo else f"decision head and merged LoRA on {model_id}"
-        # Clients require a date, and the checkpoints state none: the day on which this export was made.
-        made = datetime.fromtimestamp((self.export.path / MANIFEST_FILE).stat().st_mtime, timezone.utc)
-        entry = {"id": model_id, "name": model_id, "description": f"{source.title}: {about}",
-                 "release_date": made.date().isoformat()}
-        return {"models": [entry], "aliases": sorted(self.export.model_names - {model_id})}
+        return self._models
 
     @property
     def pending(self) -> int:
@@ -185,3 +180,15 @@ class Engine:
         except Exception as error:
             self.ready = False
             logger.error("the backend does not recover (%s: %s); restart the worker", type(error).__name__, error)
+
+
+def _about(export: Export) -> dict[str, Any]:
+    """What GET /v1/models says of an export, whose folder may be gone or touched later."""
+    model_id = export.manifest.model_id
+    source = DEMO if export.demo else pinned(model_id)
+    about = DEMO_NOTICE if export.demo else f"decision head and merged LoRA on {model_id}"
+    # Clients require a date, and the checkpoints state none: the day on which this export was made.
+    made = datetime.fromtimestamp((export.path / MANIFEST_FILE).stat().st_mtime, timezone.utc)
+    entry = {"id": model_id, "name": model_id, "description": f"{source.title}: {about}",
+             "release_date": made.date().isoformat()}
+    return {"models": [entry], "aliases": sorted(export.model_names - {model_id})}

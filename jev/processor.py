@@ -27,6 +27,7 @@ from jev.contract import ENDINGS, MAX_ERRORS, ContractError, Question, Request
 from jev.errors import JevError
 from jev.model.sequences import ID, Sequences, common_prefix
 from jev.strict_json import excerpt
+from jev.threads import starting
 
 if TYPE_CHECKING:
     from jev.checkpoint.opening import Export
@@ -166,6 +167,11 @@ class Processor:
         manifest = export.manifest
         return cls(export.tokenizer_file, manifest.chat_prefix, manifest.chat_suffix, manifest.max_length,
                    export.config.vocab_size)
+
+    def start_threads(self) -> None:
+        """Have the tokenizer start its threads, which it does at the first long text otherwise. Raises OutOfThreads."""
+        with starting("the tokenizer's threads (RAYON_NUM_THREADS sets how many)"):
+            self._tokenizer.encode_batch_fast(["two", "texts"], add_special_tokens=False)
 
     def tokenize(self, prompt: str) -> np.ndarray:
         """Token ids, int32 [length], of one whole prompt, however long."""

@@ -358,7 +358,7 @@ class Scheduler:
 
     def _forward(self, parts: list[Part]) -> None:
         started = time.perf_counter()
-        failure, interrupted, scores, bad = None, False, None, False
+        failure, interrupted, scores, bad = None, False, None, 0
         try:
             sequences = Sequences.join([part.work.sequences.part(part.start, part.end) for part in parts])
             scores = self._infer(sequences)
@@ -395,8 +395,7 @@ class Scheduler:
                 work.scores[work.sequences.order[part.start:part.end]] = found
                 work.next, work.alone = part.end, False
                 if not finite:
-                    bad = True
-                    logger.error("a forward gave a score that is not finite")
+                    bad += 1
                     self._end(work, InferenceError("model inference failed"))
                 elif work.next == len(work.sequences):
                     self._end(work)
@@ -410,5 +409,7 @@ class Scheduler:
                            "alone", len(parts), len(again))
         if interrupted:
             raise failure
+        if bad:
+            logger.error("a forward gave scores that are not finite, to %d of %d requests", bad, len(parts))
         if failure is not None or bad:
             self._after_failure()

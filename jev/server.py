@@ -1,8 +1,9 @@
 """Waitress with a graceful shutdown: SIGTERM stops admission, answers what was admitted, closes idle connections and returns.
 
 Waitress itself stops by exception and drops whatever runs. Here its event loop is turned one round at a time, so that
-between two rounds the server can close its listener and those connections that owe nobody an answer. Responses sent
-while draining carry ``Connection: close``.
+between two rounds the server can see whether the last admitted answer is out. Until then it listens: the application
+refuses decisions and says on ``/health`` that it is ending, which a refused connection would not. Then it closes its
+listener and the connections that owe nobody an answer. Responses sent while draining carry ``Connection: close``.
 
 One thread serves one request from its arrival to its answer: the thread that turned the event loop when the request
 came in. It hands the loop to an idle one first, so no thread has to wake up between a request's last byte and its
@@ -12,6 +13,7 @@ still says 503 and answers ``/health`` at once.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import queue
@@ -32,6 +34,7 @@ from waitress.task import ThreadedTaskDispatcher
 from jev.http.channel import Channel
 from jev.http.parser import HEAD_ACCEPTED, Refusal, RefuseHead, RequestHead
 from jev.settings import Settings
+from jev.threads import OutOfThreads, starting
 
 if TYPE_CHECKING:            # the gateway runs this server too, and has no engine to load
     from jev.engine import Engine
@@ -119,6 +122,13 @@ class _Threads(ThreadedTaskDispatcher):
     def __init__(self, turn: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
         super().__init__()
         self.loop = _Loop(self, turn, failed)
+
+    def start_new_thread(self, target: Callable[[int], None], thread_no: int) -> None:
+        try:
+            super().start_new_thread(target, thread_no)
+        except RuntimeError:
+            self.threads.discard(thread_no)
+            raise
 
     def idle(self) -> int:
         """Threads with nothing to do. Called with the lock held."""
@@ -212,6 +222,8 @@ class Server:
     """Serves a WSGI ``app`` on a bound socket until ``stop``. ``run`` is called once, by one thread.
 
     ``app.refuse_head``, a RefuseHead, may refuse requests before their bodies are read.
+    engine: ``drain()`` has the app refuse what it admits, ``pending`` counts what it has admitted and not answered.
+    Raises OutOfThreads.
     """
 
     def __init__(self, app: Callable, engine: Engine, settings: Settings, sock: socket.socket) -> None:
@@ -223,9 +235,15 @@ class Server:
         # Why to end: None when asked to, or what went wrong. A queue that signal handlers may use.
         self._reasons: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._threads = _Threads(lambda: self._round(ROUND_SECONDS), self._reasons.put)
-        self._threads.set_thread_count(settings.queue + SPARE_THREADS)
+        threads = settings.queue + SPARE_THREADS
+        try:                                    # all of them now: there may be no room for one more when it is needed
+            with starting(f"{threads} threads, {SPARE_THREADS} more than the places of --queue {settings.queue}"):
+                self._threads.set_thread_count(threads)
+        except OutOfThreads:
+            self._threads.shutdown(timeout=1)
+            raise
         adjustments = Adjustments(
-            sockets=[sock], threads=settings.queue + SPARE_THREADS, backlog=1024, ident=None,
+            sockets=[sock], threads=threads, backlog=1024, ident=None,
             connection_limit=_connection_limit(settings.queue), asyncore_use_poll=True,
             channel_request_lookahead=1,        # keep reading while a request runs: how a disconnect is noticed
             outbuf_overflow=sys.maxsize,        # an answer is whole in memory already: no disk, which may be full
@@ -247,17 +265,24 @@ class Server:
         """Serve until stopped. True when everything admitted was answered, whether or not its client took it."""
         try:
             self._threads.loop.begin()
-            reason = self._reasons.get()
+            reason = self._reason()
             if reason is not None:
                 raise reason
             self._threads.loop.end(self._waitress.pull_trigger)
             return self._drain()
         finally:
             self._threads.loop.end(self._waitress.pull_trigger)
-            for channel in list(self._waitress.active_channels.values()):
+            for channel in self._channels():
                 channel.handle_close()
             self._threads.shutdown(timeout=1)
             wasyncore.close_all(self._map)
+
+    def _reason(self) -> BaseException | None:
+        """Wait for a reason to end. Once a round, because a signal that comes just before a thread begins to wait does not
+        end the wait, and its handler runs after it."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._reasons.get(timeout=ROUND_SECONDS)
 
     def _drain(self) -> bool:
         deadline = time.monotonic() + self.drain_seconds
@@ -265,23 +290,47 @@ class Server:
         self._waitress.draining = True
         if self.engine.pending:
             logger.warning("shutting down once %d admitted requests are answered", self.engine.pending)
+        if not self._until(deadline, lambda: not self.engine.pending):
+            return self._give_up()
+        # Those answers may be on their way yet. What came later is refused and does not count, or whoever asks again and
+        # again would keep the server from its end.
+        owed = {channel for channel in self._channels() if not channel.idle()}
+        if not self._until(deadline, lambda: all(channel.idle() for channel in owed.intersection(self._channels()))):
+            return self._give_up()
         self._waitress.close_listener()
         self._round(0)          # requests that have already arrived on open connections are told, not cut off
-        while True:
-            for channel in list(self._waitress.active_channels.values()):
-                if channel.idle():
-                    channel.handle_close()
-            channels = list(self._waitress.active_channels.values())
-            if not channels and not self.engine.pending:
-                return True
+        if not self._until(deadline, self._close_idle):
+            return self._give_up()
+        return True
+
+    def _until(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Turn the event loop until ``done()``; False when time or patience ended first."""
+        while not done():
             if self._abandon or time.monotonic() >= deadline:
-                unanswered = max(self.engine.pending, sum(bool(channel.requests) for channel in channels))
-                if unanswered:
-                    logger.error("gave up on %d requests", unanswered)
-                else:
-                    logger.warning("%d answers not taken by their clients", len(channels))
-                return not unanswered
+                return False
             self._round(DRAIN_ROUND_SECONDS)
+        return True
+
+    def _channels(self) -> list[Channel]:
+        return list(self._waitress.active_channels.values())
+
+    def _close_idle(self) -> bool:
+        """Close connections on which nothing is owed; whether none is left, nor anything admitted."""
+        for channel in self._channels():
+            if channel.idle():
+                channel.handle_close()
+        return not self._channels() and not self.engine.pending
+
+    def _give_up(self) -> bool:
+        """What run returns when the time is over: True if all that is left are answers that their clients do not take."""
+        self._close_idle()
+        channels = self._channels()
+        unanswered = max(self.engine.pending, sum(bool(channel.requests) for channel in channels))
+        if unanswered:
+            logger.error("gave up on %d requests", unanswered)
+        elif channels:
+            logger.warning("%d answers not taken by their clients", len(channels))
+        return not unanswered
 
     def _round(self, seconds: float) -> None:
         self._waitress.check_connections()

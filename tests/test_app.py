@@ -351,6 +351,22 @@ def test_an_unexpected_error_is_json_and_its_log_quotes_nothing(client, engine, 
     assert "KeyError" in caplog.text and "test_app.py" in caplog.text and "very private" not in caplog.text
 
 
+class PanicException(BaseException):
+    """What an extension module in Rust raises: none of Exception's."""
+
+
+@pytest.mark.parametrize("error", [PanicException, SystemExit, KeyboardInterrupt, MemoryError])
+def test_whatever_is_raised_is_answered(client, engine, monkeypatch, caplog, access, error):
+    def explode(*_):
+        raise error(" ".join(["very", "private"]))
+    for name in ("answer", "health", "models"):
+        monkeypatch.setattr(engine, name, explode)
+    for response in (post(client, body(request())), client.get("/health"), client.get("/v1/models")):
+        check_error(response, 500, "internal_error")
+    assert caplog.text.count(f"failed: {error.__name__} at") == 3 and "very private" not in caplog.text
+    assert [line["status"] for line in access()] == [500] * 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The log
 
@@ -369,6 +385,35 @@ def test_one_line_for_each_request(client, access):
     assert refused["status"] == 422 and missing["status"] == 404 and len(refused["id"]) == 32
     assert missing["path"] == "/nowhere"
     assert not any(word in json.dumps(access()) for word in ("private", "hidden"))
+
+
+def test_a_refusal_is_explained_by_type_and_place(client, keyed, access):
+    post(client, body({"state": 1, "questions": {"my secret": {"type": "choice", "criteria": {"hush": 1}},
+                                                 "other": {"type": "score", "instructions": "?", "criteria": ["a", 1]}}}))
+    post(client, b"{")
+    post(client, body(request()), {"Content-Type": "text/secret"})
+    client.get("/hidden?secret")
+    client.put("/health")
+    post(keyed, body(request()))
+    client.get("/health")
+    many, broken, media, path, method, key, fine = access()
+    assert many["errors"] == [{"type": "wrong_type", "loc": ["body", "state"]},
+                              {"type": "missing", "loc": ["body", "questions", "*", "instructions"]},
+                              {"type": "wrong_type", "loc": ["body", "questions", "*", "criteria", "*"]}]
+    assert broken["errors"][0]["loc"] == ["body", 1]
+    assert [line["errors"] for line in (media, path, method, key)] == [
+        [{"type": name}] for name in ("unsupported_media_type", "not_found", "method_not_allowed", "authentication_error")]
+    assert "errors" not in fine
+    assert not any(word in json.dumps(access()) for word in ("secret", "hush", "other"))
+
+
+def test_a_client_that_left_is_logged_as_such(client, access):
+    for left in (True, False):
+        client.post("/v1/systemone", data=body(request()), headers=JSON,
+                    environ_overrides={"waitress.client_disconnected": lambda left=left: left})
+        client.get("/health", environ_overrides={"waitress.client_disconnected": lambda left=left: left})
+    lines = [(line["status"], line.get("answer")) for line in access()]
+    assert lines == [(499, 499), (499, 200), (200, None), (200, None)]
 
 
 def test_a_strange_request_id_is_replaced(client):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +15,11 @@ import numpy as np
 import pytest
 
 import jev.engine
+from jev.checkpoint.manifest import MANIFEST_FILE
 from jev.contract import parse_request
 from jev.engine import WARM_UP, ContractError, Engine, InferenceError, QueueFull, RequestTooLarge, ShuttingDown
-from jev.model.backbone import BackendError, NumpyBackbone
+from jev.model.backbone import BackendError
+from jev.model.numpy_backbone import NumpyBackbone
 from jev.model.row_pool import count_rows
 from jev.settings import Settings
 from jev_kernels import bf16
@@ -311,6 +315,20 @@ def test_models(start):
     assert list(entry) == ["id", "name", "description", "release_date"]
     assert entry["id"] == entry["name"] == "open-jev-demo" and "not decisions" in entry["description"]
     assert len(entry["release_date"]) == 10
+
+
+def test_what_is_served_is_known_from_the_start(tmp_path):
+    """Neither a folder that is gone nor one that is touched changes it."""
+    export = demo_export(tmp_path)
+    engine = Engine(export, FakeBackbone(), Settings())
+    try:
+        before = engine.models()
+        os.utime(export.path / MANIFEST_FILE, (0, 0))
+        assert engine.models() == before
+        shutil.rmtree(export.path)
+        assert engine.models() == before
+    finally:
+        engine.close()
 
 
 def test_drain_and_close(start):

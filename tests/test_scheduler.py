@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -420,6 +421,36 @@ def test_a_large_request_beside_a_nan_goes_on_where_it_was(start, pool, in_line)
         bad.result(10)
     computed = [s for forward in infer.forwards[2:] for s in forward if s[0] == 1]
     assert len(computed) == len(set(computed)) == 40                # after the shared forward each just once
+
+
+def test_nothing_is_logged_with_the_lock_held(start, pool):
+    """Whoever wants a place would wait for the log too."""
+    entered, gate, logged = threading.Event(), threading.Event(), []
+
+    def infer(sequences):
+        entered.set()
+        assert gate.wait(30)
+        if sequences[0][0] == 0:
+            raise RuntimeError("broken")
+        return np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32)
+    scheduler = start(infer)
+
+    class Watch(logging.Handler):
+        def emit(self, record):
+            logged.append((record.getMessage(), scheduler._changed._is_owned()))
+    watch = Watch()
+    logging.getLogger("jev.scheduler").addHandler(watch)
+    try:
+        requests = [pool.submit(submit, scheduler, family(0, 1))]       # fails
+        assert entered.wait(10)
+        requests += [pool.submit(submit, scheduler, family(i, 3)) for i in (1, 2)]      # one is not finite, once more
+        eventually(lambda: len(scheduler._waiting) == 2)
+        gate.set()
+        for request in requests:
+            request.exception(10)
+    finally:
+        logging.getLogger("jev.scheduler").removeHandler(watch)
+    assert len(logged) == 3 and not any(held for _, held in logged), logged
 
 
 def test_the_rest_of_a_split_request_is_dropped_once_a_part_failed(start, pool):

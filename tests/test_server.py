@@ -402,6 +402,18 @@ def test_a_connection_counts_for_two_descriptors(monkeypatch, soft, hard, raised
     assert limits == ([] if raised is None else [(raised, hard)])
 
 
+def check_draining(*connections: HTTPConnection) -> None:
+    """Decisions are refused and /health says why, on open connections and on new ones, with when to come back."""
+    for connection in connections:
+        status, error, headers = post(connection, DATA)
+        assert status == 503 and int(headers["Retry-After"]) >= 1 and headers["Connection"] == "close"
+        assert error["detail"]["error_type"] == "overloaded_error"
+        connection.request("GET", "/health")            # on a new connection: that one was closed
+        response = connection.getresponse()
+        assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
+        assert json.loads(response.read())["status"] == "draining"
+
+
 def test_stop_answers_what_is_running_and_then_closes(export, pool):
     backbone = FakeBackbone()
     with serving(export, backbone) as server:
@@ -410,17 +422,58 @@ def test_stop_answers_what_is_running_and_then_closes(export, pool):
         backbone.gate.clear()
         running = [pool.submit(ask, server) for _ in range(4)]
         eventually(lambda: server.engine.pending == 4)
-        busy = connect(server)
+        busy, half = connect(server), raw(server, message(DATA, f"Content-Length: {len(DATA)}")[:-5])
         server.stop()
-        with pytest.raises(OSError):
-            eventually(lambda: ask(server)[0] == 0)                 # the listener is closed, a new client is refused
-        assert idle.sock.recv(1) == b""
+        eventually(lambda: server._waitress.draining)
+        check_draining(idle, connect(server), connect(server))
         assert server.engine.pending == 4
         backbone.gate.set()
         for future in running:
             status, _, headers = future.result(10)
             assert status == 200 and headers["Connection"] == "close"
+        left = read_all(half)                                       # half a request is not an admitted one
+        assert left == b"" or left.startswith(b"HTTP/1.1 503")      # the latter if its head came after the signal
+        with pytest.raises(OSError):
+            eventually(lambda: ask(server)[0] == 0)                 # nothing is left to wait for: the listener is closed
+        half.close()
         busy.close()
+
+
+def test_those_who_ask_again_and_again_do_not_keep_a_server_from_its_end():
+    engine = SimpleNamespace(pending=1, drain=lambda: None)
+    release = threading.Event()
+
+    def app(environ, start_response):
+        if environ["PATH_INFO"] == "/admitted":
+            release.wait(20)
+            engine.pending = 0
+        start_response("200 OK", [("Content-Length", "0")])
+        return [b""]
+
+    server = Server(app, engine, SimpleNamespace(queue=2, drain_seconds=30), bind("127.0.0.1", 0))
+    returned, stop, asked = [], threading.Event(), []
+    thread = threading.Thread(target=lambda: returned.append(server.run()))
+    thread.start()
+
+    def hammer():
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                asked.append(read_all(raw(server, b"GET /health HTTP/1.1\r\n\r\n")))
+
+    admitted = raw(server, b"GET /admitted HTTP/1.1\r\n\r\n")
+    eventually(lambda: [c for c in list(server._waitress.active_channels.values()) if c.requests])
+    server.stop()
+    eventually(lambda: server._waitress.draining)
+    hammers = [threading.Thread(target=hammer) for _ in range(3)]
+    [hammer.start() for hammer in hammers]
+    eventually(lambda: len(asked) > 20)
+    assert thread.is_alive()
+    release.set()
+    assert read_all(admitted).startswith(b"HTTP/1.1 200")
+    thread.join(10)
+    stop.set()
+    [hammer.join(10) for hammer in hammers]
+    assert returned == [True]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -453,7 +506,7 @@ def test_it_says_what_it_serves_and_where(start):
     assert (line["path"], line["status"], line["candidates"]) == ("/v1/systemone", 200, 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_with_nothing_in_flight_it_exits_within_a_second_whatever_is_open(start, number):
     """The best of five: on a crowded machine the process may not get a core for a second."""
     seconds = []
@@ -483,16 +536,13 @@ def test_sigterm_answers_what_was_admitted_and_refuses_the_rest(start, pool):
     time.sleep(0.3)                                                 # one is being computed, five wait
     worker.signal(signal.SIGTERM)
     worker.wait_for("shutting down once 6 admitted")
-    time.sleep(0.1)
-    with pytest.raises(OSError):
-        ask(worker)
-    with pytest.raises(OSError):                                    # idle when the signal came: closed
-        post(lazy, DATA)
+    check_draining(lazy, connect(worker))
     for future in running:
         status, answer, headers = future.result(20)
         assert status == 200 and answer["answers"] and headers["Connection"] == "close"
     assert worker.wait() == 0
-    assert [line["status"] for line in worker.access()] == [200] * 7
+    lines = [(line["path"], line["status"]) for line in worker.access()]
+    assert sorted(lines) == sorted([("/v1/systemone", 200)] * 7 + [("/v1/systemone", 503), ("/health", 503)] * 2)
 
 
 def test_a_request_that_arrives_on_a_busy_connection_while_draining_is_not_answered(start):
@@ -540,7 +590,7 @@ def test_it_gives_up_after_drain_seconds(start, pool):
 
 def test_a_signal_while_loading_ends_it(start):
     worker = start(before="open_export = None; import jev.checkpoint.opening; jev.checkpoint.opening.open_export = "
-                          "lambda *a: (print('loading', file=sys.stderr, flush=True), time.sleep(60))")
+                          "lambda *a: (print('loading', file=sys.stderr, flush=True), [time.sleep(0.05) for _ in range(1200)])")
     worker.wait_for("loading")
     worker.signal(signal.SIGTERM)
     assert worker.wait(5) == 0

@@ -16,12 +16,11 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from http import HTTPStatus
 from traceback import format_tb
@@ -30,7 +29,7 @@ from urllib.parse import quote_from_bytes
 from waitress.parser import get_header_lines
 from waitress.utilities import build_http_date
 
-from jev import access_log
+from jev import access_log, logs, signals
 from jev.access_log import CLIENT_CLOSED_REQUEST
 from jev.arguments import Parser
 from jev.gateway.http1 import Answer, Headers, end_to_end
@@ -270,7 +269,7 @@ class Gateway(Server):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`jev frontend`: serve until SIGTERM or SIGINT. 0 when everything in hand was answered, 2 for a wrong setting."""
+    """`jev frontend`: serve until SIGTERM, SIGINT or SIGHUP. 0 when everything in hand was answered, 2 for a wrong setting."""
     parser = Parser(
         prog="jev frontend", description="A gateway in front of one or more workers.",
         epilog="Each flag overrides the environment variable of its name: --bind is OMNI_JEV_BIND.")
@@ -280,19 +279,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = ["OMNI_JEV_" + f.name.upper() for f in fields(GatewaySettings)]
     for remark in misspelt(os.environ, names, names):
         print(f"jev frontend: {remark}", file=sys.stderr)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+    with logs.service(logging.INFO):
+        signals.on_stop(lambda: logs.leave(0))          # nobody waits for anything yet
+        return serve(flags)
+
+
+def serve(flags: Mapping[str, str | None]) -> int:
+    """Serve with `flags` until a signal; the exit status."""
     try:
         settings = GatewaySettings.from_environment(os.environ, **flags)
         sock = bind(*settings.address())
     except SettingsError as error:
-        print(f"jev frontend: {error}", file=sys.stderr)
+        for line in str(error).split("\n"):
+            print(f"jev frontend: {line}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"jev frontend: cannot listen on {settings.bind}: {error.strerror}", file=sys.stderr)
         return 1
     gateway = Gateway(settings, sock)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: gateway.stop())
+    signals.on_stop(gateway.stop)
     logger.info("listening on %s, %d worker(s)", gateway.url, len(gateway.workers))
-    return 0 if gateway.run() else 1
+    if not gateway.run():
+        logs.leave(1)           # requests are still under way, and the end would wait for their threads
+    return 0

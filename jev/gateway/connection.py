@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 
+from jev.threads import starting
+
 # How often whoever waits looks whether it is still for anybody.
 GLANCE_SECONDS = 0.25
 # The head start of an address before the next one is tried beside it: RFC 8305 recommends it.
@@ -102,7 +104,8 @@ class Resolver:
         try:
             self._fixed = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except socket.gaierror:
-            threading.Thread(target=self._work, name="jev-frontend-resolver", daemon=True).start()
+            with starting("the thread that looks up names"):
+                threading.Thread(target=self._work, name="jev-frontend-resolver", daemon=True).start()
 
     def addresses(self, deadline: float, gone: Gone) -> list[tuple]:
         """As socket.getaddrinfo has them. Raises OSError: socket.gaierror, or TimeoutError at the deadline."""

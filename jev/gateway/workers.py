@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from jev.gateway.http1 import Answer
 from jev.gateway.upstream import ClientGone, ExchangeFailed, Failure, OutOfSockets, Request, Unreachable, Worker
+from jev.threads import starting
 
 logger = logging.getLogger("jev.gateway.workers")
 
@@ -45,7 +46,8 @@ class Workers:
         self._prober: threading.Thread | None = None
         if len(self._workers) > 1:
             self._prober = threading.Thread(target=self._probe, name="jev-frontend-probe", daemon=True)
-            self._prober.start()
+            with starting("the thread that asks workers for their health"):
+                self._prober.start()
 
     def __len__(self) -> int:
         return len(self._workers)

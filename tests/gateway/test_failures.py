@@ -303,23 +303,35 @@ def test_requests_sent_back_to_back_are_answered_in_order(worker, gate):
     assert bodies == [b"00", b"01", b"02", b"03", b"04", b"05", b"99"]
 
 
-def refused(gate):
-    try:
-        gate.connect().close()
-    except ConnectionRefusedError:
-        return True
-    return False
-
-
 def test_stopping_answers_what_is_in_hand_and_takes_nothing_more(worker):
-    worker.script = lambda sock, request: time.sleep(0.5) or sock.sendall(reply())
+    release = threading.Event()
+    worker.script = lambda sock, request: release.wait(20) and sock.sendall(reply())
     with gateway(worker.url) as gate:
         results = []
         threads = [threading.Thread(target=lambda: results.append(gate.ask())) for _ in range(4)]
         [thread.start() for thread in threads]
         assert eventually(lambda: len(worker.requests) == 4)
         gate.gateway.stop()
-        assert eventually(lambda: refused(gate))
+        assert eventually(lambda: gate.gateway.workers.draining)
+        for got in (gate.ask(), gate.health()):
+            assert got.status == 503 and got.all("Retry-After") == ["5"] and got.all("Connection") == ["close"]
+        assert json.loads(got.body) == {"status": "draining"} and len(worker.requests) == 4
+        release.set()
         [thread.join() for thread in threads]
         assert [got.status for got in results] == [200] * 4
         assert all(got.all("Connection") == ["close"] for got in results)
+
+
+class PanicException(BaseException):
+    """What an extension module in Rust raises: none of Exception's."""
+
+
+@pytest.mark.parametrize("error", [PanicException, SystemExit, RuntimeError, MemoryError])
+def test_whatever_is_raised_is_answered(gate, monkeypatch, caplog, error):
+    def explode(*_):
+        raise error(" ".join(["very", "private"]))
+    for name in ("decide", "health"):
+        monkeypatch.setattr(gate.gateway.workers, name, explode)
+    for got in (gate.ask(), gate.health()):
+        check_error(got, 500, "internal_error")
+    assert caplog.text.count(f"a request failed: {error.__name__} at") == 2 and "very private" not in caplog.text
