@@ -70,6 +70,7 @@ from jev_kernels.ptx import (
     uniform,
     void,
 )
+from jev_kernels.ptx.flags import await_flag
 from jev_kernels.runtime import cubin, device, tensor_maps
 from jev_kernels.runtime.launch import Kernel, address
 
@@ -89,9 +90,6 @@ evict_normal = ptx("evict_normal", u64, (), "createpolicy.fractional.L2::evict_n
 raise_flag = ptx("raise_flag", void, (u64, i32),                            # (flag, lane): the whole warp has saved
                  "{ .reg .pred p; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; setp.eq.s32 p, $1, 0;"
                  " @p st.relaxed.gpu.global.u32 [$0], 1; }", "l,r")
-await_flag = ptx("await_flag", void, (u64,),
-                 "{ .reg .pred p; .reg .b32 v;"
-                 " W: ld.acquire.gpu.global.u32 v, [$0]; setp.eq.u32 p, v, 0; @p bra W; }", "l")
 lower_flag = ptx("lower_flag", void, (u64, i32),                            # (flag, lane): the whole warp has read
                  "{ .reg .pred p; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
                  " @p st.relaxed.gpu.global.u32 [$0], 0; }", "l,r")
@@ -427,7 +425,7 @@ def kernel(config: Config) -> Kernel:
                 pair, column = place(tile, pairs, columns)
                 flag = own_flag - u64(CLUSTER * WARPS * 4)
                 if k > 0:
-                    await_flag(flag)
+                    await_flag(flag, 1)
                 acc = load(own - u64(CLUSTER * SLOT), k)                  # zeros, or go on from the predecessor's sums
                 if k > 0:
                     lower_flag(flag, lane)
