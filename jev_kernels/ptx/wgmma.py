@@ -174,7 +174,7 @@ def _text(dtype, d, a, b, steps, accumulate, wait) -> str:
     """The group as PTX. Operands: d, then a (registers, or the low word of its descriptor), then that of b."""
     shared_a = isinstance(a, SharedMatrix)
     b_low = d + (1 if shared_a else a)
-    words = f" mov.u32 hb, {_high_word(b)};" + f" mov.u32 ha, {_high_word(a)};" * shared_a
+    words = f" mov.u32 hb, {_high_word(b)};" + (f" mov.u32 ha, {_high_word(a)};" if shared_a else "")
     lines = ["{ .reg .pred add, new; .reg .b32 t, ha, hb; .reg .b64 a, b; setp.eq.u32 add, 0, 0; setp.ne.u32 new, 0, 0;"
              + words + " wgmma.fence.sync.aligned;"]
     written, described = set(), None
