@@ -8,13 +8,11 @@ them. The bits are those of the GEMM followed by that kernel.
 """
 from __future__ import annotations
 
-from numba import cuda
-
-from jev_kernels.ptx import pack, shfl_xor_u32, stg_u32, u64
+from jev_kernels.ptx import device_function, generated, pack, shfl_xor_u32, stg_u32, u64
 from jev_kernels.rowwise.silu import silu_mul_pair
 
 
-@cuda.jit(device=True, inline="always")
+@device_function
 def activate(a, b, c, d, upper, distance):
     """Two results, packed, of sums a, b (of the first tile) and c, d (of the second).
 
@@ -26,7 +24,7 @@ def activate(a, b, c, d, upper, distance):
     return silu_mul_pair(other if upper else first, second if upper else other)
 
 
-@cuda.jit(device=True, inline="always")
+@device_function
 def activate_and_store(a, b, c, d, upper, at, live):
     y = activate(a, b, c, d, upper, 2)
     if live:
@@ -41,12 +39,10 @@ def make_store(columns: int):
     2 (t % 2) and one more; the next ones come four columns on. left: columns of y from the first one of the tile on, 0 in
     rows that are not to be written. Written as text: the tuple needs constant indices, and Numba does not unroll.
     """
-    lines = ["def store(acc, upper, at, left):"]
-    lines += [f" activate_and_store(acc[{4 * j}], acc[{4 * j + 1}], acc[{4 * j + 2}], acc[{4 * j + 3}], upper,"
-              f" at + u64({8 * j}), left > {4 * j})" for j in range(columns // 8)]
-    scope = {"activate_and_store": activate_and_store, "u64": u64}
-    exec("\n".join(lines), scope)
-    return cuda.jit(device=True, inline="always")(scope["store"])
+    lines = ["def store(acc, upper, at, left):\n"]
+    lines += [f"    activate_and_store(acc[{4 * j}], acc[{4 * j + 1}], acc[{4 * j + 2}], acc[{4 * j + 3}], upper,"
+              f" at + u64({8 * j}), left > {4 * j})\n" for j in range(columns // 8)]
+    return device_function(generated.function("".join(lines), activate_and_store=activate_and_store, u64=u64))
 
 
 def make_activation(tokens: int):
@@ -57,6 +53,4 @@ def make_activation(tokens: int):
     """
     parts = ", ".join(f"activate(acc[{4 * j}], acc[{4 * j + 1}], acc[{4 * j + 2}], acc[{4 * j + 3}], upper, 16)"
                       for j in range(tokens // 8))
-    scope = {"activate": activate}
-    exec(f"def activation(acc, upper):\n return ({parts},)", scope)
-    return cuda.jit(device=True, inline="always")(scope["activation"])
+    return device_function(generated.function(f"def activation(acc, upper):\n    return ({parts},)\n", activate=activate))

@@ -33,19 +33,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.extending import intrinsic
 
 from jev_kernels.gemm import activation as hopper_gemm_gated
 from jev_kernels.ptx import (
     cluster_sync,
     cta_rank,
+    device_function,
     evict_first,
     evict_last,
     f32,
     fence_async,
+    fragments,
+    generated,
     i32,
     mbar_arrive_at,
     mbar_expect,
@@ -56,108 +57,47 @@ from jev_kernels.ptx import (
     pdl_launch,
     pdl_wait,
     smem_addr,
+    stg_bf16x2_if,
     sts2,
     tma_load,
     tma_multicast,
     u64,
 )
+from jev_kernels.ptx.wgmma import K_MAJOR, along_k, wgmma, wgmma_wait, zeros
 from jev_kernels.runtime import cubin, tensor_maps
 from jev_kernels.runtime.launch import Kernel, address
 
 MAX_ROWS = 128                          # tokens; above, see hopper_gemm_wide.py and cuBLASLt
 MAX_SLAB = 320                          # weight rows of a block: 160 accumulators a thread
 SMEM_LIMIT = 227 * 1024
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
-# ---------------------------------------------------------------- wgmma on a tuple of accumulators
-def make_wgmma(bn, slices, a_step, b_step):
-    """(zero, mma, drain, store) for a 64 x bn float32 tile held as a UniTuple of bn/2 registers.
+# ---------------------------------------------------------------- the tile of accumulators
+def make_product(columns: int, slices: int, a_slice: int, b_slice: int):
+    """(zero, mma, drain) for a float32 tile [64, columns] of a warpgroup, a tuple.
 
-    One ``mma`` covers a stage: ``slices`` K slices of 64, ``a_step``/``b_step`` bytes apart in shared memory.
-    wgmma's n goes up to 256, so a wider tile is issued as two instructions side by side.
+    zero(): zeros. mma(tile, a_at, b_at): starts the product over a stage, ``slices`` K slices of 64 that are a_slice and
+    b_slice bytes apart, and waits for the product before it: this one runs while the next stage's bytes are awaited.
+    drain(tile): waits for the last one.
     """
-    pieces = [bn] if bn <= 256 else [bn - 128, 128]
-    regs = bn // 2
-    acc = types.UniTuple(types.float32, regs)
-    struct = ir.LiteralStructType([F32] * regs)
-    tied = ",".join(str(i) for i in range(regs))        # input i lives in the register of output i
-    outs = ",".join(["=f"] * regs)
+    registers = columns // 2
+    steps = along_k(columns, slices, a_slice, b_slice)
+    return (zeros("zero", registers), wgmma("mma", "bf16", registers, K_MAJOR, K_MAJOR, steps, wait=1),
+            wgmma_wait("drain", 0, (registers,)))
 
-    # Shared-memory matrix descriptor, K-major with 128-byte swizzle:
-    #   low word:  start address / 16 | LBO << 16 (ignored here, 1)
-    #   high word: SBO = 1024 / 16 (8 rows x 128 bytes) | swizzle mode 1 << 30
-    # A 64-wide slice is 4 x k16, and a k16 step inside the swizzled tile is +32 bytes = +2.
-    body = ["{ .reg .pred p; .reg .b32 t, h; .reg .b64 a, b;"
-            f" setp.eq.u32 p, 0, 0; mov.u32 h, {64 | 1 << 30}; wgmma.fence.sync.aligned;"]
-    for k in range(4 * slices):
-        a_off = k // 4 * (a_step >> 4) + k % 4 * 2
-        b_off = k // 4 * (b_step >> 4) + k % 4 * 2
-        body.append(f"add.s32 t, ${regs}, {a_off}; mov.b64 a, {{t, h}};")
-        first = 0
-        for n in pieces:
-            d = ", ".join(f"${i}" for i in range(first // 2, (first + n) // 2))
-            body.append(f"add.s32 t, ${regs + 1}, {b_off + first * 8}; mov.b64 b, {{t, h}};"
-                        f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, a, b, p, 1, 1, 0, 0;")
-            first += n
-    # Wait for the PREVIOUS stage only: this one keeps running while we wait for the next one's bytes.
-    body.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1; }")
-    mma_text = "\n".join(body)
 
-    def descriptor(builder, addr):
-        # In a cluster, block 1's shared addresses have high bits set: 14 bits of address are the descriptor's.
-        low = builder.and_(addr, ir.Constant(I32, 0x3FFFF))
-        return builder.or_(builder.lshr(low, ir.Constant(I32, 4)), ir.Constant(I32, 1 << 16))
+def make_store(columns: int):
+    """store(tile, low, high, low_columns, high_columns): r(tile) [64, columns] of a warpgroup into rows of y.
 
-    def unpack(builder, tup):
-        return [builder.extract_value(tup, i) for i in range(regs)]
-
-    def repack(context, builder, call):
-        return context.make_tuple(builder, acc, unpack(builder, call))
-
-    @intrinsic
-    def zero(typingctx):
-        def codegen(context, builder, sig, args):
-            return context.make_tuple(builder, acc, [ir.Constant(F32, 0.0)] * regs)
-        return acc(), codegen
-
-    @intrinsic
-    def mma(typingctx, d, a_addr, b_addr):
-        def codegen(context, builder, sig, args):
-            ops = [descriptor(builder, args[1]), descriptor(builder, args[2])] + unpack(builder, args[0])
-            fn = ir.FunctionType(struct, [o.type for o in ops])
-            asm = ir.InlineAsm(fn, mma_text, f"{outs},r,r,{tied},~{{memory}}", side_effect=True)
-            return repack(context, builder, builder.call(asm, ops))
-        return acc(acc, i32, i32), codegen
-
-    @intrinsic
-    def drain(typingctx, d):
-        """Wait for everything; takes and returns the tile so that no use can move above the wait."""
-        def codegen(context, builder, sig, args):
-            ops = unpack(builder, args[0])
-            fn = ir.FunctionType(struct, [F32] * regs)
-            asm = ir.InlineAsm(fn, "wgmma.wait_group.sync.aligned 0;", f"{outs},{tied},~{{memory}}",
-                               side_effect=True)
-            return repack(context, builder, builder.call(asm, ops))
-        return acc(acc), codegen
-
-    @intrinsic
-    def store(typingctx, d, lo, hi, lo_cols, hi_cols):
-        """Registers 4j, 4j+1 are row g, columns 8j+2t, 8j+2t+1 (at ``lo``); 4j+2, 4j+3 row g+8 (``hi``)."""
-        def codegen(context, builder, sig, args):
-            v = unpack(builder, args[0])
-            fn = ir.FunctionType(ir.VoidType(), [I64, I32, F32, F32])
-            for j in range(regs // 4):
-                asm = ir.InlineAsm(fn, "{ .reg .pred p; .reg .b32 v;"
-                                   f" setp.gt.s32 p, $1, {8 * j}; cvt.rn.bf16x2.f32 v, $3, $2;"
-                                   f" @p st.global.b32 [$0+{16 * j}], v; }}", "l,r,f,f,~{memory}",
-                                   side_effect=True)
-                builder.call(asm, [args[1], args[3], v[4 * j], v[4 * j + 1]])
-                builder.call(asm, [args[2], args[4], v[4 * j + 2], v[4 * j + 3]])
-            return context.get_dummy_value()
-        return types.void(acc, u64, u64, i32, i32), codegen
-
-    return zero, mma, drain, store
+    low, high: where this lane's first two results go, of its row and of that 8 further on; low_columns, high_columns: columns
+    of y from there on, 0 in rows that are not to be written.
+    """
+    lines = ["def store(tile, low, high, low_columns, high_columns):"]
+    for i in range(0, columns // 2, 2):
+        row, column = fragments.of_register(i)
+        side = "high" if row else "low"
+        lines.append(f"    stg_bf16x2_if({side} + u64({2 * column}), tile[{i}], tile[{i + 1}], {side}_columns, {column})")
+    return device_function(generated.function("\n".join(lines) + "\n", stg_bf16x2_if=stg_bf16x2_if, u64=u64))
 
 
 # ---------------------------------------------------------------- which kernel
@@ -260,7 +200,8 @@ def kernel(config: Config) -> Kernel:
     ARRIVALS = GROUPS * 4 * CL              # one per consumer warp of every block in the cluster
     MASK = (1 << CL) - 1
     GATED = config.gated
-    zero, mma, drain, store = make_wgmma(BN, SLICES, XS, WS)
+    zero, mma, drain = make_product(BN, SLICES, XS, WS)
+    store = make_store(BN)
     store_gated = hopper_gemm_gated.make_store(BN)
 
     @cuda.jit(device=True, inline="always")
@@ -357,8 +298,8 @@ def kernel(config: Config) -> Kernel:
                     stage = i32(0)
                     phase = i32(phase ^ 1)
             acc = drain(acc)
-            row = warp * 16 + (lane >> 2)                        # of this block's tokens
-            col = (lane & 3) * 2
+            row = warp * 16 + fragments.row(lane)                # of this block's tokens
+            col = fragments.column(lane)
             rows = min(x_rows, M - token) if SPLIT else M
             if GATED:
                 upper = (lane & 2) != 0

@@ -40,32 +40,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.extending import intrinsic, register_jitable
+from numba.cuda.extending import register_jitable
 
 from jev_kernels.gemm import activation as hopper_gemm_gated
-from jev_kernels.gemm.narrow import F32, I32, I64, SMEM_LIMIT, make_wgmma
+from jev_kernels.gemm.narrow import SMEM_LIMIT, make_product
 from jev_kernels.ptx import (
     cluster_sync,
     cta_rank,
+    device_function,
     evict_first,
     evict_last,
+    evict_normal,
+    fence_async,
     fewer_registers,
+    generated,
     i32,
+    ldg4_if,
     mbar_arrive_at,
     mbar_expect,
     mbar_fence,
     mbar_init,
     mbar_wait,
     more_registers,
+    named_sync,
+    pack,
     pdl_launch,
     pdl_wait,
     ptx,
     smem_addr,
+    stg4,
+    stsm2_t,
+    stsm4_t,
     tma_load,
     tma_multicast,
+    tma_store_if,
+    tma_stores_done,
+    tma_stores_read_but_one_if,
+    tma_stores_read_if,
     u64,
     uniform,
     void,
@@ -85,8 +98,6 @@ CHUNK = 64                              # tokens that a warpgroup transposes and
 CLUSTER = 2
 MAX_BLOCKS = 2 * 72                     # for the size of scratch: more multiprocessors than a Hopper GPU shows
 
-stores_done = ptx("stores_done", void, (), "cp.async.bulk.wait_group 0;", "")
-evict_normal = ptx("evict_normal", u64, (), "createpolicy.fractional.L2::evict_normal.b64 $0, 1.0;", "=l")
 raise_flag = ptx("raise_flag", void, (u64, i32),                            # (flag, lane): the whole warp has saved
                  "{ .reg .pred p; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; setp.eq.s32 p, $1, 0;"
                  " @p st.relaxed.gpu.global.u32 [$0], 1; }", "l,r")
@@ -213,107 +224,49 @@ def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: 
 
 
 # ---------------------------------------------------------------- the tile of accumulators
-def make_tile(tokens):
-    """(save, load, store, store_gated) for a 64 x tokens float32 tile of a warpgroup held as a UniTuple of tokens/2
-    registers.
+def make_handover(tokens: int):
+    """(save, load) of a float32 tile [64, tokens] of a warpgroup, a tuple, by way of scratch.
 
-    Registers 4j, 4j+1 are weight row g = lane / 4, tokens 8j+2t, 8j+2t+1 (t = lane % 4); 4j+2, 4j+3 weight row g+8.
-    The consumers of a block share a slot of scratch, four registers of each side by side.
+    save(tile, at); load(at, saved) -> the tile, or zeros where ``saved`` is 0. The consumers of a block share a slot of
+    scratch, four registers of each side by side; at: address of this thread's first four.
     """
-    regs = tokens // 2
-    acc = types.UniTuple(types.float32, regs)
-    step = GROUPS * 128 * 16
+    names, step = range(tokens // 8), GROUPS * 128 * 16
+    parts = [f"tile[{4 * q}], tile[{4 * q + 1}], tile[{4 * q + 2}], tile[{4 * q + 3}]" for q in names]
+    save = "def save(tile, at):\n" + "".join(f"    stg4(at + u64({q * step}), {parts[q]})\n" for q in names)
+    load = ("def load(at, saved):\n" + "".join(f"    v{q} = ldg4_if(at + u64({q * step}), saved)\n" for q in names)
+            + "    return (" + ", ".join(f"v{q}[{i}]" for q in names for i in range(4)) + ")\n")
+    return (device_function(generated.function(save, stg4=stg4, u64=u64)),
+            device_function(generated.function(load, ldg4_if=ldg4_if, u64=u64)))
 
-    def unpack(builder, tup, n=regs):
-        return [builder.extract_value(tup, i) for i in range(n)]
 
-    def send_chunks(builder, args, row_bytes, write):
-        """Transpose and store a tile chunk by chunk. args: as of ``store`` from staging on; write(at, first, end): puts
-        tokens first to end into shared memory, row_bytes each."""
-        staging, lane_at, barrier, leader, y_map, y_tail, weight, token = args
+def make_store(tokens: int, gated: bool):
+    """store(results, staging, lane_at, barrier, leader, y_map, y_tail, weight, token): a warpgroup's tile of y.
 
-        def emit(text, constraints, *ops):
-            fn = ir.FunctionType(ir.VoidType(), [o.type for o in ops])
-            builder.call(ir.InlineAsm(fn, text, constraints + ",~{memory}", side_effect=True), ops)
-
-        # The chunk's buffer is free when all stores, or all but the one before this chunk, have read theirs.
-        ready = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read N; barrier.sync $1, 128; }"
-        send = ("{ .reg .pred p; fence.proxy.async.shared::cta; barrier.sync $1, 128; setp.ne.s32 p, $0, 0;"
-                " @p cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$2, {$3, $4}], [$5];"
-                " @p cp.async.bulk.commit_group; }")
-        for c, first in enumerate(range(0, tokens, CHUNK)):
-            buffer = builder.add(staging, ir.Constant(I32, c % 2 * CHUNK * row_bytes))
-            emit(ready.replace("N;", f"{min(c, 1)};"), "r,r", leader, barrier)
-            write(emit, builder.add(buffer, lane_at), first, min(first + CHUNK, tokens))
-            emit(send, "r,r,l,r,r,r", leader, barrier, y_map if first + CHUNK <= tokens else y_tail, weight,
-                 builder.add(token, ir.Constant(I32, first)), buffer)
-
-    @intrinsic
-    def save(typingctx, d, at):
-        def codegen(context, builder, sig, args):
-            v = unpack(builder, args[0])
-            fn = ir.FunctionType(ir.VoidType(), [I64, F32, F32, F32, F32])
-            for q in range(regs // 4):
-                asm = ir.InlineAsm(fn, f"st.global.v4.f32 [$0+{q * step}], {{$1,$2,$3,$4}};", "l,f,f,f,f,~{memory}",
-                                   side_effect=True)
-                builder.call(asm, [args[1], *v[4 * q:4 * q + 4]])
-            return context.get_dummy_value()
-        return types.void(acc, u64), codegen
-
-    @intrinsic
-    def load(typingctx, at, saved):
-        """What was saved at ``at``, or zeros where ``saved`` is 0. Predicated: with a branch here ptxas serialises the
-        wgmmas that follow (C7515)."""
-        def codegen(context, builder, sig, args):
-            fn = ir.FunctionType(ir.LiteralStructType([F32] * 4), [I64, I32])
-            v = []
-            for q in range(regs // 4):
-                asm = ir.InlineAsm(fn, "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.f32 $0, 0f00000000;"
-                                   " mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000; mov.f32 $3, 0f00000000;"
-                                   f" @p ld.global.cg.v4.f32 {{$0,$1,$2,$3}}, [$4+{q * step}]; }}",
-                                   "=&f,=&f,=&f,=&f,l,r,~{memory}", side_effect=True)
-                out = builder.call(asm, args)
-                v += [builder.extract_value(out, i) for i in range(4)]
-            return context.make_tuple(builder, acc, v)
-        return acc(u64, i32), codegen
-
-    @intrinsic
-    def store(typingctx, d, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):
-        """y's tile of this warpgroup, r(sums): ``staging`` address of its two chunks, ``lane_at`` offset at which this
-        lane writes its row of a chunk, ``barrier`` a named one of the warpgroup, ``leader`` 1 in the thread that
-        stores, tensor maps of y with boxes of 64 weights by a whole chunk and by the last, first weight and token."""
-        def codegen(context, builder, sig, args):
-            v = unpack(builder, args[0])
-            matrix = ("{ .reg .b32 a, b, c, d; cvt.rn.bf16x2.f32 a, $2, $1; cvt.rn.bf16x2.f32 b, $4, $3;"
-                      " cvt.rn.bf16x2.f32 c, $6, $5; cvt.rn.bf16x2.f32 d, $8, $7;"
-                      " stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+OFFSET], {a, b, c, d}; }")
-
-            def write(emit, at, first, end):
-                for t in range(first, end, 16):
-                    emit(matrix.replace("OFFSET", str((t - first) * 128)), "r,f,f,f,f,f,f,f,f", at,
-                         *v[t // 2:t // 2 + 8])
-
-            send_chunks(builder, args[1:], 128, write)
-            return context.get_dummy_value()
-        return types.void(acc, i32, i32, i32, i32, u64, u64, i32, i32), codegen
-
-    @intrinsic
-    def store_gated(typingctx, d, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):
-        """``store`` of what ``hopper_gemm_gated.make_activation`` gives: boxes are 32 columns wide."""
-        def codegen(context, builder, sig, args):
-            v = unpack(builder, args[0], tokens // 8)
-
-            def write(emit, at, first, end):
-                for t in range(first, end, 32):                           # the last may be 16 tokens
-                    n = min(4, (end - t) // 8)
-                    emit(f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [$0+{(t - first) * 64}],"
-                         f" {{{', '.join(f'${i + 1}' for i in range(n))}}};", "r" + ",r" * n, at, *v[t // 8:t // 8 + n])
-
-            send_chunks(builder, args[1:], 64, write)
-            return context.get_dummy_value()
-        return types.void(types.UniTuple(types.uint32, tokens // 8), i32, i32, i32, i32, u64, u64, i32, i32), codegen
-
-    return save, load, store, store_gated
+    results: float32 [64, tokens] of a warpgroup, to be rounded, or, gated, what ``hopper_gemm_gated.make_activation`` gives
+    (BF16 pairs of [32, tokens]). staging: address of two chunks; lane_at: offset at which this lane writes its row of one;
+    barrier: a named one of the warpgroup; leader: 1 in the thread that stores; y_map, y_tail: tensor maps of y with boxes
+    of 64 (32) weights by a whole chunk and by the last; weight, token: the tile's first.
+    """
+    row_bytes, lines = 64 if gated else 128, []
+    for chunk, first in enumerate(range(0, tokens, CHUNK)):
+        end, buffer = min(first + CHUNK, tokens), chunk % 2 * CHUNK * row_bytes
+        # The buffer is free when all stores, or all but the one before this chunk, have read theirs.
+        lines += [f"{'tma_stores_read_but_one_if' if chunk else 'tma_stores_read_if'}(leader)", "named_sync(barrier, 128)"]
+        for t in range(first, end, 32 if gated else 16):
+            at = f"staging + lane_at + {buffer + (t - first) * row_bytes}"
+            if gated:                                                     # the last may be 16 tokens
+                some = [f"results[{t // 8 + i}]" for i in range(min(4, (end - t) // 8))]
+            else:
+                some = [f"pack(results[{t // 2 + 2 * i}], results[{t // 2 + 2 * i + 1}])" for i in range(4)]
+            lines.append(f"stsm{len(some)}_t({at}, {', '.join(some)})")
+        lines += ["fence_async()", "named_sync(barrier, 128)",
+                  f"tma_store_if(leader, {'y_map' if first + CHUNK <= tokens else 'y_tail'}, weight, token + {first},"
+                  f" staging + {buffer})"]
+    text = ("def store(results, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):\n"
+            + "".join(f"    {line}\n" for line in lines))
+    return device_function(generated.function(
+        text, tma_stores_read_if=tma_stores_read_if, tma_stores_read_but_one_if=tma_stores_read_but_one_if, pack=pack,
+        named_sync=named_sync, stsm4_t=stsm4_t, stsm2_t=stsm2_t, fence_async=fence_async, tma_store_if=tma_store_if))
 
 
 # ---------------------------------------------------------------- the kernel
@@ -331,8 +284,9 @@ def kernel(config: Config) -> Kernel:
     WARPS = GROUPS * 4                      # consumers; the producer is warp WARPS
     ARRIVALS = WARPS * CLUSTER
     SLOT = GROUPS * 128 * (TOKENS // 2) * 4                     # bytes of scratch a block
-    _, mma, drain, _ = make_wgmma(TOKENS, 1, 0, 0)
-    save, load, store, store_gated = make_tile(TOKENS)
+    _, mma, drain = make_product(TOKENS, 1, 0, 0)
+    save, load = make_handover(TOKENS)
+    store = make_store(TOKENS, config.gated)
     activation = hopper_gemm_gated.make_activation(TOKENS)
     GATED, COLUMNS, STAGING = config.gated, config.columns, config.staging
 
@@ -444,15 +398,15 @@ def kernel(config: Config) -> Kernel:
                 if stop == steps:
                     weight = ((pair * CLUSTER + rank) * GROUPS + group) * COLUMNS
                     if GATED:
-                        store_gated(activation(acc, (lane & 16) != 0), room, lane_at, group + 1, leader, y_map, y_tail,
-                                    weight, column * TOKENS)
+                        store(activation(acc, (lane & 16) != 0), room, lane_at, group + 1, leader, y_map, y_tail, weight,
+                              column * TOKENS)
                     else:
                         store(acc, room, lane_at, group + 1, leader, y_map, y_tail, weight, column * TOKENS)
                 else:
                     save(acc, own)
                     raise_flag(own_flag, lane)
             if leader:
-                stores_done()
+                tma_stores_done()
         cluster_sync()                      # a block must not exit while the other still signals its barriers
 
     return Kernel(hopper_gemm_wide, SIGNATURE, threads=THREADS, smem=config.smem, cluster=CLUSTER)

@@ -5,7 +5,7 @@ fragments that the hardware has. cp.async delivers at the wait that guarantees i
 and bytes. Tensor maps, wgmma and clusters are not simulated: kernels that use them say NotImplementedError, unless the
 instruction's maker gave ``ptx`` a Python function that stands for it.
 
-Source: the PTX ISA manual, for the layout of fragments.
+Source: the PTX ISA manual; fragments as in ``jev_kernels.ptx.fragments``.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 from numba.cuda import types
 from numba.cuda.simulator import kernel as numba_simulator
 
+from jev_kernels.ptx import fragments as _fragments
 from jev_kernels.sim.races import joined as _joined
 from jev_kernels.sim.simulator import (  # noqa: F401
     COPIES as _COPIES,
@@ -84,6 +85,9 @@ def sts2(address, x, y): _sts(address, (x, y), np.float32)
 def sts_u32(address, x): _sts(address, int(x) & 0xFFFFFFFF, np.uint32)
 def sts_lo16(address, x): _sts(address, int(x) & 0xFFFF, np.uint16)
 def stg(address, x): _stg(address, x, np.float32)
+def stg4(address, *x): _stg(address, x, np.float32)
+def ldg4_if(address, n): return _ldg(np.float32, 4)(address) if int(n) else (np.float32(0),) * 4
+def stg_bf16x2_if(address, x, y, n, limit): return stg_u32(address, pack(x, y)) if int(n) > int(limit) else None
 def stg2(address, x, y): _stg(address, (x, y), np.float32)
 def stg_u32(address, x): _stg(address, int(x) & 0xFFFFFFFF, np.uint32)
 def stg_u32x4(address, x): _stg(address, [int(v) & 0xFFFFFFFF for v in x], np.uint32)
@@ -94,6 +98,7 @@ def stg_u16(address, x): _stg(address, int(x) & 0xFFFF, np.uint16)
 def prefetch_l2(address): pass
 def evict_first(): return np.uint64(0)
 def evict_last(): return np.uint64(0)
+def evict_normal(): return np.uint64(0)
 
 
 # ---------------------------------------------------------------- cp.async and mbarriers
@@ -258,10 +263,10 @@ def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
     return sim or _absent(name)
 
 
-_HOPPER = ("prefetch_tensormap", "tma_load", "tma_multicast", "tma_prefetch", "tma_store", "tma_store_wait",
-           "mbar_arrive_at", "mbar_arrive_pair")
-(prefetch_tensormap, tma_load, tma_multicast, tma_prefetch, tma_store, tma_store_wait,
- mbar_arrive_at, mbar_arrive_pair) = map(_absent, _HOPPER)
+_HOPPER = ("prefetch_tensormap", "tma_load", "tma_multicast", "tma_prefetch", "tma_store", "tma_store_wait", "tma_store_if",
+           "tma_stores_read_if", "tma_stores_read_but_one_if", "tma_stores_done", "mbar_arrive_at", "mbar_arrive_pair")
+(prefetch_tensormap, tma_load, tma_multicast, tma_prefetch, tma_store, tma_store_wait, tma_store_if,
+ tma_stores_read_if, tma_stores_read_but_one_if, tma_stores_done, mbar_arrive_at, mbar_arrive_pair) = map(_absent, _HOPPER)
 
 
 # ---------------------------------------------------------------- warps
@@ -332,26 +337,25 @@ def fma(a, b, c):
     return np.float32(s)
 
 
-# ---------------------------------------------------------------- matrix fragments
-_G, _T = np.arange(WARP) // 4, np.arange(WARP) % 4
-_D_ROWS, _D_COLS = np.stack([_G, _G, _G + 8, _G + 8], 1), np.stack([2 * _T, 2 * _T + 1] * 2, 1)
+# ---------------------------------------------------------------- matrices of a warp
+_D, _A, _B = _fragments.accumulators(8), _fragments.a_pairs(), _fragments.b_pairs()
+_A_TF32, _B_TF32, _PAIR = _fragments.a_tf32(), _fragments.b_tf32(), _fragments.pairs8()
+
+
+def _product(lanes, a_map, b_map, k, elements):
+    """D of the 32 lanes after D += A B. elements: the operands' registers, uint32 [32, n], as the maps have them."""
+    regs = np.array([[int(r) for r in (*a, b0, b1)] for _, a, b0, b1 in lanes], np.uint32)                   # [32, 6]
+    A, B, D = (np.zeros(s, np.float32) for s in ((16, k), (k, 8), (16, 8)))
+    A[a_map], B[b_map], D[_D] = elements(regs[:, :4]), elements(regs[:, 4:]), np.array([d for d, *_ in lanes], np.float32)
+    return [tuple(row) for row in (D + A @ B)[_D]]
 
 
 def _mma(name, to_float):
+    def pairs(regs):
+        return to_float(np.stack([regs & 0xFFFF, regs >> 16], -1).astype(np.uint16))
+
     def instruction(d, a, b0, b1):
-        def compute(lanes):
-            regs = np.array([[int(r) for r in (*a, b0, b1)] for _, a, b0, b1 in lanes], np.uint32)      # [32, 6]
-            pairs = to_float(np.stack([regs & 0xFFFF, regs >> 16], -1).astype(np.uint16))              # [32, 6, 2]
-            A, B, D = (np.zeros(s, np.float32) for s in ((16, 16), (16, 8), (16, 8)))
-            for r, (row, k) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-                for e in (0, 1):
-                    A[_G + row, 2 * _T + k + e] = pairs[:, r, e]
-            for r, k in ((4, 0), (5, 8)):
-                for e in (0, 1):
-                    B[2 * _T + k + e, _G] = pairs[:, r, e]
-            D[_D_ROWS, _D_COLS] = np.array([d for d, *_ in lanes], np.float32)
-            return [tuple(row) for row in (D + A @ B)[_D_ROWS, _D_COLS]]
-        return _collective(name, (d, a, b0, b1), compute)
+        return _collective(name, (d, a, b0, b1), lambda lanes: _product(lanes, _A, _B, 16, pairs))
     return instruction
 
 
@@ -360,16 +364,15 @@ mma16 = _mma("mma16", lambda x: x.view(np.float16).astype(np.float32))
 
 
 def mma_tf32(d, a, b0, b1):
-    def compute(lanes):
-        regs = np.array([[int(r) for r in (*a, b0, b1)] for _, a, b0, b1 in lanes], np.uint32)
-        values = (regs & np.uint32(0xFFFFE000)).view(np.float32)
-        A, B, D = (np.zeros(s, np.float32) for s in ((16, 8), (8, 8), (16, 8)))
-        for r, (row, k) in enumerate(((0, 0), (8, 0), (0, 4), (8, 4))):
-            A[_G + row, _T + k] = values[:, r]
-        B[_T, _G], B[_T + 4, _G] = values[:, 4], values[:, 5]
-        D[_D_ROWS, _D_COLS] = np.array([d for d, *_ in lanes], np.float32)
-        return [tuple(row) for row in (D + A @ B)[_D_ROWS, _D_COLS]]
-    return _collective("mma_tf32", (d, a, b0, b1), compute)
+    def rounded(regs):
+        return (regs & np.uint32(0xFFFFE000)).view(np.float32)
+    return _collective("mma_tf32", (d, a, b0, b1), lambda lanes: _product(lanes, _A_TF32, _B_TF32, 8, rounded))
+
+
+def _joined_pairs(matrices):
+    """The registers of 8 x 8 matrices, uint32 [..., 32]."""
+    values = matrices.astype(np.uint32)[(..., *_PAIR)]
+    return values[..., 0] | values[..., 1] << np.uint32(16)
 
 
 def _ldmatrix(name, transposed):
@@ -377,24 +380,36 @@ def _ldmatrix(name, transposed):
         def compute(addresses):
             rows = np.stack([_shared_bytes(a, 16, use=_READS, lane=lane).view(np.uint16)
                              for lane, a in enumerate(addresses)])
-            rows = rows.reshape(4, 8, 8).astype(np.uint32)
-            if transposed:
-                rows = rows.transpose(0, 2, 1)
-            pairs = rows[:, _G, 2 * _T] | rows[:, _G, 2 * _T + 1] << np.uint32(16)           # [4, 32]
-            return [tuple(pairs[:, lane]) for lane in range(WARP)]
+            matrices = rows.reshape(4, 8, 8)
+            return list(_joined_pairs(matrices.transpose(0, 2, 1) if transposed else matrices).T)
         return _collective(name, address, compute)
     return instruction
 
 
+def _stmatrix(name, matrices):
+    def instruction(address, *registers):
+        def compute(lanes):
+            for m in range(matrices):
+                pairs = np.array([int(registers[m]) for _, registers in lanes], np.uint32)
+                rows = np.empty((8, 8), np.uint16)
+                rows[_PAIR] = np.stack([pairs & 0xFFFF, pairs >> 16], -1)
+                for r, lane in enumerate(range(8 * m, 8 * m + 8)):
+                    _shared_bytes(lanes[lane][0], 16, use=_WRITES, lane=lane).view(np.uint16)[:] = rows[:, r]
+            return [None] * WARP
+        _collective(name, (address, registers), compute)
+    return instruction
+
+
 ldsm, ldsm_t = _ldmatrix("ldsm", False), _ldmatrix("ldsm_t", True)
+stsm4_t, stsm2_t = _stmatrix("stsm4_t", 4), _stmatrix("stsm2_t", 2)
 
 
 def transpose8(x):
     """An 8x8 matrix of 16-bit values, a row in four lanes, transposed."""
     def compute(lanes):
-        pairs = np.array([int(v) for v in lanes], np.uint32)
-        m = np.stack([pairs & 0xFFFF, pairs >> 16], -1).reshape(8, 8).T
-        return list(m[_G, 2 * _T] | m[_G, 2 * _T + 1] << np.uint32(16))
+        pairs, matrix = np.array([int(v) for v in lanes], np.uint32), np.empty((8, 8), np.uint16)
+        matrix[_PAIR] = np.stack([pairs & 0xFFFF, pairs >> 16], -1)
+        return list(_joined_pairs(matrix.T))
     return _collective("transpose8", x, compute)
 
 
