@@ -19,13 +19,14 @@ seen a flag and the others have met it at a barrier: ``prepare`` raised it after
 """
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 from numba import cuda
 from numba.cuda.core import config
 
-from jev_kernels.ptx import ballot, i32, ldg_i32, ptx, stg_u32, u32, u64, void
+from jev_kernels.ptx import ballot, fence_global, i32, ptx, stg_u32, u32, u64, void
+
+if config.ENABLE_CUDASIM:
+    from jev_kernels.sim import flags as simulated
 
 SLABS = 2                     # of a value head's columns: CTAs of the scan that read a record
 TICKETS = 0                   # entry of progress: items taken
@@ -38,33 +39,23 @@ def progress_entries(chunks: int, value_heads: int) -> int:
     return FIRST + chunks * value_heads * SLABS
 
 
-def _until_set(at, value):
-    me = threading.current_thread()
-    me.block.wait(me, lambda: ldg_i32(at) >= value, "a flag of the gated delta rule")
-
-
 def _trap():
     raise RuntimeError("a flag of the gated delta rule is never raised")
-
-
-def _take(at):
-    taken = ldg_i32(at)
-    stg_u32(at, np.uint32(taken + 1))
-    return taken
 
 
 await_flag = ptx("await_flag", void, (u64, i32),                    # (flag, value); traps after some seconds
                  "{ .reg .pred p; .reg .b32 x, n; mov.u32 n, 0;"
                  " W: ld.acquire.gpu.global.u32 x, [$0]; setp.ge.u32 p, x, $1; @p bra D;"
                  " nanosleep.u32 32; add.u32 n, n, 1; setp.lt.u32 p, n, 0x2000000; @p bra W; trap; D: }", "l,r",
-                 sim=_until_set)
+                 sim=lambda at, value: simulated.await_at_least(at, value))
 count_up = ptx("count_up", void, (u64,), "red.release.gpu.global.add.u32 [$0], 1;", "l",
-               sim=_take)
+               sim=lambda at: simulated.add(at, release=True))
 raise_flag = ptx("raise_flag", void, (u64,), "st.release.gpu.global.u32 [$0], 1;", "l",
-                 sim=lambda at: stg_u32(at, np.uint32(1)))
-take_ticket = ptx("take_ticket", i32, (u64,), "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", "=r,l", sim=_take)
-fence_global = ptx("fence_global", void, (), "fence.proxy.async.global;", "", sim=lambda: None, since=(9, 0))
-ldg_acquire = ptx("ldg_acquire", i32, (u64,), "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", sim=ldg_i32)
+                 sim=lambda at: simulated.store(at, 1, release=True))
+take_ticket = ptx("take_ticket", i32, (u64,), "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", "=r,l",
+                  sim=lambda at: np.int32(simulated.add(at)))
+ldg_acquire = ptx("ldg_acquire", i32, (u64,), "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l",
+                  sim=lambda at: np.int32(simulated.load(at)))
 pause = ptx("pause", void, (), "nanosleep.u32 32;", "", sim=lambda: None)
 trap = ptx("trap", void, (), "trap;", "", sim=_trap)
 trailing_ones = ptx("trailing_ones", i32, (u32,), "{ .reg .b32 t; not.b32 t, $1; brev.b32 t, t; clz.b32 $0, t; }", "=r,r",
