@@ -108,7 +108,12 @@ def serve(args: argparse.Namespace) -> int:
     say(f"queue: {settings.queue} requests; forward passes of up to {engine.max_rows} rows")
     say(f"ready after {time.perf_counter() - started:.1f} s; listening on {server.url}")
     say(f"try: {_curl(server.url, settings.api_key is not None)}")
-    if not server.run():
+    answered = server.run()
+    if engine.lost:
+        say(f"jev: {engine.lost}")
+        _flush_stdout()
+        os._exit(1)             # for a supervisor to start a new one; nothing of the device can be closed
+    if not answered:
         say("stopped before every request was answered")
         _flush_stdout()
         os._exit(1)             # a forward pass is still under way, and the device must not be closed under it
@@ -183,6 +188,8 @@ def score(args: argparse.Namespace) -> int:
                     _write(json.dumps(result, ensure_ascii=False))
                 done += 1
                 progress.update()
+                if engine.lost:
+                    raise engine.lost
     finally:
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)
@@ -454,5 +461,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _expected(error: Exception) -> bool:
     """Errors whose message says it all: a bad export, an unusable backend, a port in use."""
-    names = {"CheckpointError", "BackendError", "ProcessorError", "InferenceError"}
+    names = {"CheckpointError", "BackendError", "BackendLost", "ProcessorError", "InferenceError"}
     return isinstance(error, OSError) or type(error).__name__ in names

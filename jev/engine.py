@@ -17,7 +17,7 @@ import numpy as np
 from jev import contract
 from jev.checkpoint.checkpoint import DEMO, MANIFEST_FILE, Export, pinned
 from jev.contract import ContractError
-from jev.model.backbone import Backbone, BackendError
+from jev.model.backbone import Backbone, BackendError, BackendLost
 from jev.model.row_pool import count_rows
 from jev.processor import Processor
 from jev.scheduler import Cancelled, InferenceError, QueueFull, Refused, Scheduler, ShuttingDown
@@ -41,8 +41,12 @@ class Engine:
     cannot.
 
     When the constructor returns, a real inference has run (``ready``). ``close`` waits for a running forward and closes the
-    backbone.
+    backbone. ``lost`` is why no further forward can succeed in this process, or None; ``on_lost()`` is called when that
+    happens. Whoever waits then is answered with InferenceError.
     """
+
+    lost: BackendLost | None = None
+    on_lost: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, export: Export, backbone: Backbone, settings: Settings) -> None:
         self.export = export
@@ -137,7 +141,11 @@ class Engine:
         self.backbone.close()
 
     def _infer(self, sequences: list[np.ndarray]) -> np.ndarray:
-        hidden, _ = self.backbone.hidden(sequences)
+        try:
+            hidden, _ = self.backbone.hidden(sequences)
+        except BackendLost as error:
+            self.lost = self.lost or error
+            raise
         scores = self.export.head.score(hidden)
         self.ready = True
         return scores
@@ -145,6 +153,9 @@ class Engine:
     def _probe(self) -> None:
         """After a failed forward: does the backbone still work? No other forward runs meanwhile."""
         self.ready = False
+        if self.lost:
+            self.on_lost()
+            return
         try:
             scores = self._infer(self._warm_up)
             self.ready = bool(np.isfinite(scores).all())

@@ -21,6 +21,10 @@ class BackendError(RuntimeError):
     """A backend cannot be used, or a forward pass failed; the message says what is needed or what happened."""
 
 
+class BackendLost(BackendError):
+    """The backend is lost to this process for good; only a new process can use it. What asked for it ends."""
+
+
 def forward(ops: Ops, model: Model, pool: RowPool) -> Matrix:
     """Hidden states [sequences, hidden] after the final norm, last token of each, in the order they were given."""
     residual = ops.embed(model.embed, pool)

@@ -17,13 +17,14 @@ from tqdm import tqdm
 
 from jev.checkpoint.checkpoint import Export, ModelConfig
 from jev.model import row_pool, weights
-from jev.model.backbone import BackendError, forward
+from jev.model.backbone import BackendError, BackendLost, forward
 from jev.model.buckets import Bucket, choose, row_counts
 from jev.model.ops.cuda import Buffers, CudaOps, CudaWeights
 from jev.model.row_pool import RowPool
 from jev_kernels.gemm.selection import Gemm
 from jev_kernels.runtime import device, disk, graph as graphs
 from jev_kernels.runtime.device import Device
+from jev_kernels.runtime.errors import DeviceLost
 
 MAX_ROWS = 10240            # rows of a forward, unless one prompt may be longer: a state of 4,096 tokens and 255 options
 READY_ROWS = MAX_ROWS       # narrow buckets up to here are captured at start-up, the others when first needed
@@ -36,6 +37,8 @@ def reported(what: str) -> Iterator[None]:
         yield
     except (BackendError, ValueError):        # said already; wrong arguments
         raise
+    except DeviceLost as e:
+        raise BackendLost(f"{what}: {e}") from e
     except Exception as e:                    # of the driver, Numba or cuBLASLt, which have no class in common
         kind = "" if isinstance(e, RuntimeError) else f"{type(e).__name__}: "
         raise BackendError(f"{what}: {kind}{e}") from e

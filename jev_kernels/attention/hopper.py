@@ -68,6 +68,7 @@ from jev_kernels.ptx import (
     mbar_fence,
     mbar_init,
     mbar_wait,
+    mbar_wait_covered,
     named_sync,
     pdl_launch,
     pdl_wait,
@@ -215,10 +216,10 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
         for i in range(n, all_n):
             at = i32(base + i)
             slot = at & 1
-            mbar_wait(k_full + slot * 8, (at >> 1) & 1)
+            mbar_wait_covered(k_full + slot * 8, (at >> 1) & 1)
             for cta in range(CL):
                 arrive_at(k_free + slot * 8, cta)
-            mbar_wait(v_full + slot * 8, (at >> 1) & 1)
+            mbar_wait_covered(v_full + slot * 8, (at >> 1) & 1)
             for cta in range(CL):
                 arrive_at(v_free + slot * 8, cta)
 
@@ -382,7 +383,7 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
             q_at = i32(q_s + wg * WG_BYTES)
             spot = i32(q_at + ((warp & 3) * 16 + (lane & 15)) * 128)      # this lane's row of ld/stmatrix
             while True:
-                mbar_wait(q_full + wg * 8, turn & 1)
+                mbar_wait_covered(q_full + wg * 8, turn & 1)
                 told = i32(item_s + (turn & 1) * 32)
                 rows = uniform(lds_i32(told + 4))
                 if rows < 0:
@@ -398,7 +399,7 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                     limit = i32(low - 2 * (lane & 3) + ((m * BY_G) >> 16 if packed else m))
                     limit8 = i32(low - 2 * (lane & 3) + (((m + 8) * BY_G) >> 16 if packed else m + 8))
                     slot = base & 1
-                    mbar_wait(k_full + slot * 8, (base >> 1) & 1)
+                    mbar_wait_covered(k_full + slot * 8, (base >> 1) & 1)
                     s = s_wait(qk(q_at, k_s + slot * KEY_BYTES))
                     free(k_free + slot * 8, lane)
                     if gated and n == 1:
@@ -412,9 +413,9 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                         at = i32(base + i)
                         slot = at & 1
                         before = slot ^ 1
-                        mbar_wait(k_full + slot * 8, (at >> 1) & 1)
+                        mbar_wait_covered(k_full + slot * 8, (at >> 1) & 1)
                         s = qk(q_at, k_s + slot * KEY_BYTES)
-                        mbar_wait(v_full + before * 8, ((at - 1) >> 1) & 1)
+                        mbar_wait_covered(v_full + before * 8, ((at - 1) >> 1) & 1)
                         o = pv(o, p, v_s + before * KEY_BYTES)
                         s = s_wait_but_one(s)
                         free(k_free + slot * 8, lane)
@@ -429,14 +430,14 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                         p = pack(s)
                     at = i32(base + n - 1)
                     slot = at & 1
-                    mbar_wait(v_full + slot * 8, (at >> 1) & 1)
+                    mbar_wait_covered(v_full + slot * 8, (at >> 1) & 1)
                     tail = i32(uniform(lds_i32(told + 24)) - (n - 1) * BN)
                     if tail < BN:                                         # what lies behind is masked, but may be NaN
                         clear_rows(v_s + slot * KEY_BYTES, tail, tid & 127)
                         named_sync(wg + 1, 128)
                     o = pv(o, p, v_s + slot * KEY_BYTES)
                     if gated:
-                        mbar_wait(g_full + wg * 8, turn & 1)
+                        mbar_wait_covered(g_full + wg * 8, turn & 1)
                         gates = sigmoids(spot, lane & 7, lane >> 4)       # while the last P V runs
                         o = o_wait_gated(o, p, gates)
                         free(v_free + slot * 8, lane)
@@ -465,7 +466,7 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
                     pass_over(k_full, k_free, v_full, v_free, base, n, all_n)
                 if gated and n == 0:                                      # no rows: only keep step
                     mbar_arrive_lane0(q_read + wg * 8, lane)
-                    mbar_wait(g_full + wg * 8, turn & 1)
+                    mbar_wait_covered(g_full + wg * 8, turn & 1)
                 named_sync(wg + 1, 128)
                 if tid & 127 == 0:
                     mbar_arrive(q_free + wg * 8)

@@ -34,7 +34,7 @@ from numba import cuda
 from numba.cuda import types
 
 from jev_kernels import pool
-from jev_kernels.gdn.flags import FIRST, SLABS, TICKETS, fence_global, raise_flag, take_ticket
+from jev_kernels.gdn.flags import FIRST, SLABS, TICKETS
 from jev_kernels.ptx import (
     cp16,
     cp_wait_all,
@@ -73,6 +73,7 @@ from jev_kernels.ptx import (
     u64,
     void,
 )
+from jev_kernels.ptx.flags import fence_global, raise_flag, take_ticket
 
 D = 128                       # head dims, keys and values
 C = pool.CHUNK                # tokens of a chunk

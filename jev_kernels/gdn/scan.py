@@ -34,7 +34,7 @@ its own block, whose copies were issued before the wait). A CTA finishes its ite
 unfinished item, once its CTA is resident, never waits. All CTAs become resident: the grid is at most one per
 multiprocessor, kernels before do not wait for this one, and a dependent kernel starts only after all CTAs here have
 begun. ``prepare``, whose flags are awaited too, waits for nobody here, and its CTAs are resident or gone by then.
-What nobody announces would be waited for in vain: after some seconds the kernel traps.
+What nobody announces would be waited for in vain: the wait traps (``jev_kernels.ptx.waits``).
 
 States are float32, [slot, value head, slab] x 32 KB, in the order of the accumulators (see ``state_matrices``), so a
 run that resumes has the bits of one that carried on in registers.
@@ -46,7 +46,7 @@ from numba import cuda
 from numba.cuda import types
 
 from jev_kernels import pool
-from jev_kernels.gdn.flags import FIRST, SLABS, TICKETS, await_flag, count_up, fence_global, lower_flags
+from jev_kernels.gdn.flags import FIRST, SLABS, TICKETS, lower_flags
 from jev_kernels.gdn.prepare import IMAGE, LAST_AT, P_AT, RECORD, SK_AT, SQ_AT, SU_AT, T_AT, D
 from jev_kernels.gdn.wgmma import wgmma, wgmma_wait
 from jev_kernels.ptx import (
@@ -87,6 +87,7 @@ from jev_kernels.ptx import (
     uniform,
     void,
 )
+from jev_kernels.ptx.flags import await_flag, count_up, fence_global
 
 WARPS = 4                     # that compute, 16 value columns each
 COPY_WARPS = 4

@@ -14,6 +14,7 @@ from numba.cuda.core import targetconfig
 from numba.cuda.extending import intrinsic
 
 from jev_kernels.ptx import generated
+from jev_kernels.ptx.waits import until
 
 f32, i32, u16, u32, i64, u64, void = (
     types.float32, types.int32, types.uint16, types.uint32, types.int64, types.uint64, types.void)
@@ -203,8 +204,12 @@ mbar_init = ptx("mbar_init", void, (i32, i32), "mbarrier.init.shared::cta.b64 [$
 mbar_fence = ptx("mbar_fence", void, (), "fence.mbarrier_init.release.cluster;", "")
 mbar_expect = ptx("mbar_expect", void, (i32, i32), "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r")
 mbar_arrive = ptx("mbar_arrive", void, (i32,), "mbarrier.arrive.shared::cta.b64 _, [$0];", "r")
-mbar_wait = ptx("mbar_wait", void, (i32, i32),                     # (barrier, parity); labels are local to { }
-                "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W; }", "r,r")
+mbar_wait = ptx("mbar_wait", void, (i32, i32),                     # (barrier, parity); traps after some seconds
+                until("mbarrier.try_wait.parity.shared::cta.b64 ready, [$0], $1;"), "r,r")
+# The same without a limit, for consumers that have no register to spare for one. Only where a producer of the block, in
+# its turn, waits with the limit for what this thread does after it: then that wait ends this one.
+mbar_wait_covered = ptx("mbar_wait_covered", void, (i32, i32),
+                        "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W; }", "r,r")
 # The same barrier in CTA $1 of the cluster. Do NOT spell out `.release.cluster`: ptxas then puts a MEMBAR.ALL.GPU
 # before every arrival. Nothing needs publishing by it: consumers only read, and wgmma.wait_group has said that the
 # reads are over.

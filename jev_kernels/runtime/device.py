@@ -24,24 +24,13 @@ from pathlib import Path
 import numpy as np
 from numba import cuda
 
+from jev_kernels.runtime.errors import DeviceError, NoDevice, OutOfMemory  # noqa: F401  part of this module's surface
 from jev_kernels.runtime.launch import check, stream_address
 
 ALIGNMENT = 256                       # bytes; what cuMemAlloc gives, and more than TMA (16) or a 16-byte access asks
 MINIMUM_CC = (8, 0)                   # mma with BF16 operands and cp.async
 MINIMUM_CUDA = 12000                  # of the driver: sm_90 and cuLaunchKernelEx
 _PEAK = 0                             # bytes in use on the device, the most that any look has seen
-
-
-class DeviceError(RuntimeError):
-    """Something about the GPU that the person who runs the program has to know."""
-
-
-class NoDevice(DeviceError):
-    """There is no GPU that the kernels can use; the message says what is missing."""
-
-
-class OutOfMemory(DeviceError):
-    """The GPU has too little free memory; the message says how much is needed and how much is free."""
 
 
 # ---------------------------------------------------------------- discovery

@@ -16,6 +16,7 @@ from numba.cuda.core import config
 from numba.cuda.np import numpy_support
 
 from jev_kernels.runtime import cubin
+from jev_kernels.runtime.errors import driver_error
 
 if config.ENABLE_CUDASIM:
     from jev_kernels.sim import simulator
@@ -27,11 +28,10 @@ KEPT_CONFIGURATIONS = 1024          # of launches, a kernel: every row bucket ha
 
 
 def check(result: tuple):
-    """The values of a cuda.bindings call, or RuntimeError with the driver's name for what went wrong."""
+    """The values of a cuda.bindings call, or RuntimeError with the driver's name for what went wrong: DeviceLost when a
+    kernel has ended abnormally."""
     if int(result[0]):
-        from cuda.bindings import driver
-        name = driver.cuGetErrorName(result[0])[1] if isinstance(result[0], driver.CUresult) else result[0]
-        raise RuntimeError(f"CUDA: {name.decode() if isinstance(name, bytes) else name}")
+        raise driver_error(getattr(result[0], "name", str(result[0])))
     return result[1] if len(result) == 2 else result[1:]
 
 

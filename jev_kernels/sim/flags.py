@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
-from jev_kernels.sim.simulator import check_global
+from jev_kernels.sim.simulator import check_global, collective
 
 
 def _word(address):
@@ -19,6 +19,13 @@ def store(address, value, release=False):
     """st.relaxed or st.release."""
     _word(address).value = int(value)
     _raised(address, release)
+
+
+def store_of_warp(address, lane, value, release=False):
+    """bar.warp.sync, then the first lane's store."""
+    collective("syncwarp", None, lambda values: values)
+    if int(lane) == 0:
+        store(address, value, release)
 
 
 def add(address, release=False) -> int:
@@ -40,7 +47,7 @@ def load(address) -> int:
 def await_at_least(address, value):
     """ld.acquire again and again until the word is not below ``value``."""
     me = threading.current_thread()
-    me.block.wait(me, lambda: _word(address).value >= int(value), f"a flag to be {int(value)}")
+    me.block.wait(me, lambda: _word(address).value >= int(value), f"a flag in device memory at {int(address):#x} that nobody raises")
     load(address)
 
 

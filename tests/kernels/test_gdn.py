@@ -9,7 +9,6 @@ import pytest
 from jev.model.row_pool import build
 from jev_kernels import bf16, reference
 from jev_kernels.gdn import (
-    flags as hopper_gdn_flags,
     hopper as hopper_gdn,
     portable as gdn,
     prepare as hopper_gdn_prepare,
@@ -154,9 +153,17 @@ def test_items_of_three_heads(several, monkeypatch):
     assert max(error(out[:, h], ref[:, h]) for h in range(3)) <= 2.5e-3
 
 
-def test_trailing_ones():
-    for bits, ones in ((0, 0), (1, 1), (0b1011, 2), (0b0111, 3), (2**31 - 1, 31), (2**31, 0), (2**32 - 1, 32)):
-        assert hopper_gdn_flags.trailing_ones(np.uint32(bits)) == ones
+def test_a_chunk_that_is_never_announced_is_reported(monkeypatch):
+    """Where a sequence is alone, the scan follows the first kernel's flags: a lost one must not hang it."""
+    monkeypatch.setattr(hopper_gdn_prepare, "raise_flag", lambda at: None)
+    with pytest.raises(RuntimeError, match="wait for a flag in device memory .* that nobody raises"):
+        Problem([np.arange(65)]).run(True)
+
+
+def test_a_state_that_is_never_stored_is_reported(monkeypatch):
+    monkeypatch.setattr(hopper_gdn_scan, "count_up", lambda at: None)
+    with pytest.raises(RuntimeError, match="wait for a flag in device memory .* that nobody raises"):
+        Problem([np.r_[np.arange(64), 900 + i] for i in range(2)]).run(True)
 
 
 def test_runs_of_one_item_share_their_state(monkeypatch):
