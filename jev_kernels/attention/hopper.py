@@ -79,7 +79,7 @@ from jev_kernels.ptx import (
     uniform,
     void,
 )
-from jev_kernels.runtime import cubin
+from jev_kernels.runtime import cubin, tensor_maps
 from jev_kernels.runtime.launch import Kernel, View
 
 if config.ENABLE_CUDASIM:
@@ -498,13 +498,13 @@ class HopperPlan:
         self.kernel = make_kernel(x.heads, x.kv_heads, cluster, x.gate is not None)
 
         def rows_map(v: View, heads: int, rows: int) -> bytes:
-            return hw.encode(v.address, (D, x.heads, v.shape[0]), (D * 2, v.strides[0] * 2), (64, heads, rows))
+            return tensor_maps.encode(v.address, (D, x.heads, v.shape[0]), (D * 2, v.strides[0] * 2), (64, heads, rows))
 
         def keys_map(v: View) -> bytes:
-            return hw.encode(v.address, (v.shape[1], v.shape[0]), (v.strides[0] * 2,), (64, BN // cluster))
+            return tensor_maps.encode(v.address, (v.shape[1], v.shape[0]), (v.strides[0] * 2,), (64, BN // cluster))
 
         gate = x.gate or x.q
-        maps = hw.place(b"".join((
+        maps = tensor_maps.place(b"".join((
             rows_map(x.q, 1, WG_ROWS), rows_map(x.q, group, WG_ROWS // group), keys_map(x.k), keys_map(x.v),
             rows_map(gate, 1, WG_ROWS), rows_map(gate, group, WG_ROWS // group))))
         self.arguments = (maps, x.counts.address, x.tiles.address, x.paths.address,

@@ -22,7 +22,6 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from jev_kernels.ptx.device import LL, f32, i32, prefetch_tensormap, ptx, tma_load, tma_multicast, u64, void  # noqa: F401
-from jev_kernels.runtime.tensor_maps import encode, place  # noqa: F401
 
 D = 256                     # head dim
 SLABS = D // 64             # a 128B-swizzled shared tile is a row of slabs [rows][64 columns = 128 bytes]

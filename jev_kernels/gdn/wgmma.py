@@ -16,6 +16,8 @@ if config.ENABLE_CUDASIM:
     import threading
 
     import numpy as np
+
+    from jev_kernels.sim.simulator import collective
 else:
     from llvmlite import ir
     from numba.cuda.extending import intrinsic
@@ -78,8 +80,9 @@ def _simulated(name, dtype, pieces, lbo, sbo, swizzle, trans, add):
                 fresh.add(d0)
             if me.block.races:
                 read = np.unique(np.concatenate([c.reshape(-1) for c in cells]))
-                for thread, _ in members:
-                    me.block.races.begin_reads(thread.thread_id, read)
+                numbers = [thread.number for thread, _ in members]
+                for w in range(0, 128, 32):
+                    me.block.races.begin_reads(me.block.races.products(numbers[w] // 32), numbers[w:w + 32], read)
             return [None] * len(members)
         me.block.meet(me, (name, me.thread_id // 128), 128, (d, a, addr), compute, name)
     return product
@@ -130,10 +133,15 @@ def wgmma_wait(name, left, d_sizes, a_sizes):
     in flight: naming them keeps their registers.
     """
     if config.ENABLE_CUDASIM:
+        def ended(threads):
+            races, numbers = threads[0].block.races, [t.number for t in threads]
+            races.end_reads(races.products(numbers[0] // 32), numbers, left)
+            return [None] * 32
+
         def waited(*arrays):
             me = threading.current_thread()
             if me.block.races:
-                me.block.races.end_reads(me.thread_id, left)
+                collective("wgmma.wait_group", me, lambda threads: ended(threads))
         return waited
     nd = sum(d_sizes)
     cons = ",".join(["=f"] * nd + [str(i) for i in range(nd)] + ["r"] * sum(a_sizes) + ["~{memory}"])

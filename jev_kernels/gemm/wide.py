@@ -68,7 +68,6 @@ from jev_kernels.ptx import (
     pack,
     pdl_launch,
     pdl_wait,
-    ptx,
     smem_addr,
     stg4,
     stsm2_t,
@@ -81,9 +80,8 @@ from jev_kernels.ptx import (
     tma_stores_read_if,
     u64,
     uniform,
-    void,
 )
-from jev_kernels.ptx.flags import await_flag
+from jev_kernels.ptx.flags import await_flag, lower_flag_of_warp, raise_flag_of_warp
 from jev_kernels.runtime import cubin, device, tensor_maps
 from jev_kernels.runtime.launch import Kernel, address
 
@@ -97,13 +95,6 @@ TILE_COST = 24                          # what a tile costs beside its tokens, i
 CHUNK = 64                              # tokens that a warpgroup transposes and stores at a time
 CLUSTER = 2
 MAX_BLOCKS = 2 * 72                     # for the size of scratch: more multiprocessors than a Hopper GPU shows
-
-raise_flag = ptx("raise_flag", void, (u64, i32),                            # (flag, lane): the whole warp has saved
-                 "{ .reg .pred p; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; setp.eq.s32 p, $1, 0;"
-                 " @p st.relaxed.gpu.global.u32 [$0], 1; }", "l,r")
-lower_flag = ptx("lower_flag", void, (u64, i32),                            # (flag, lane): the whole warp has read
-                 "{ .reg .pred p; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
-                 " @p st.relaxed.gpu.global.u32 [$0], 0; }", "l,r")
 
 
 @dataclass(frozen=True)
@@ -382,7 +373,7 @@ def kernel(config: Config) -> Kernel:
                     await_flag(flag, 1)
                 acc = load(own - u64(CLUSTER * SLOT), k)                  # zeros, or go on from the predecessor's sums
                 if k > 0:
-                    lower_flag(flag, lane)
+                    lower_flag_of_warp(flag, lane)
                 while k < stop:
                     mbar_wait(full + stage * 8, phase)
                     acc = mma(acc, a_first + stage * SB, b_first + stage * SB)
@@ -404,7 +395,7 @@ def kernel(config: Config) -> Kernel:
                         store(acc, room, lane_at, group + 1, leader, y_map, y_tail, weight, column * TOKENS)
                 else:
                     save(acc, own)
-                    raise_flag(own_flag, lane)
+                    raise_flag_of_warp(own_flag, lane)
             if leader:
                 tma_stores_done()
         cluster_sync()                      # a block must not exit while the other still signals its barriers

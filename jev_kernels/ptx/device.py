@@ -253,6 +253,7 @@ tma_store_wait = ptx("tma_store_wait", void, (),
 bulk = ptx("bulk", void, (i32, u64, i32, i32),                     # (dst, src, bytes, barrier): contiguous
            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "r,l,r,r")
 fence_async = ptx("fence_async", void, (), "fence.proxy.async.shared::cta;", "")   # ordinary accesses <-> TMA, wgmma
+fence_global = ptx("fence_global", void, (), "fence.proxy.async.global;", "", since=(9, 0))      # ... in device memory
 
 # ---------------------------------------------------------------- warps, barriers, registers, dependent launches
 uniform = ptx("uniform", i32, (i32,), "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r")   # so ptxas knows it

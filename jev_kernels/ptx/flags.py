@@ -7,37 +7,28 @@ fails with a RuntimeError that names the flag.
 """
 from __future__ import annotations
 
-import threading
-
 import numpy as np
+from numba.cuda.core import config
 
-from jev_kernels.ptx import ballot, i32, ldg_i32, ptx, stg_u32, u64, uniform, void
+from jev_kernels.ptx import ballot, fence_global, i32, ptx, u64, uniform, void  # noqa: F401
 from jev_kernels.ptx.waits import until
+
+if config.ENABLE_CUDASIM:
+    from jev_kernels.sim import flags as simulated
 
 PAUSE = "nanosleep.u32 32;"
 
 
-def _wait(at, value):
-    me = threading.current_thread()
-    me.block.wait(me, lambda: ldg_i32(at) >= value, f"a flag in device memory at {int(at):#x} that nobody raises")
-
-
 def _flags_in_a_row(at, exists):
     low, high = (np.uint64(np.uint32(uniform(int(half)))) for half in (np.uint64(at) & 0xFFFFFFFF, np.uint64(at) >> 32))
-    _wait(low | high << np.uint64(32), 1)                               # the first lane's flag
-    raised = int(ballot(ldg_i32(at) if exists else 0))
+    simulated.await_at_least(low | high << np.uint64(32), 1)            # the first lane's flag
+    raised = int(ballot(simulated.load(at) if exists else 0))
     return np.int32((~raised & raised + 1).bit_length() - 1)            # trailing ones
-
-
-def _add(at):
-    before = ldg_i32(at)
-    stg_u32(at, np.uint32(before + 1))
-    return before
 
 
 await_flag = ptx("await_flag", void, (u64, i32),                    # (flag, value): until it is at least value
                  until(".reg .b32 x; ld.acquire.gpu.global.u32 x, [$0]; setp.ge.u32 ready, x, $1;", PAUSE), "l,r",
-                 sim=_wait)
+                 sim=lambda at, value: simulated.await_at_least(at, value))
 # (this lane's flag, 1 if there is one) -> how many in a row are raised, from the first lane's on: at least one, for which
 # the warp waits. Looking at 32 takes no longer than looking at one.
 await_flags = ptx("await_flags", i32, (u64, i32),
@@ -47,7 +38,17 @@ await_flags = ptx("await_flags", i32, (u64, i32),
                         " setp.ne.s32 ready, $0, 0;", PAUSE), "=&r,l,r",
                   sim=_flags_in_a_row)
 raise_flag = ptx("raise_flag", void, (u64,), "st.release.gpu.global.u32 [$0], 1;", "l",
-                 sim=lambda at: stg_u32(at, np.uint32(1)))
-count_up = ptx("count_up", void, (u64,), "red.release.gpu.global.add.u32 [$0], 1;", "l", sim=_add)
-take_ticket = ptx("take_ticket", i32, (u64,), "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", "=r,l", sim=_add)
-fence_global = ptx("fence_global", void, (), "fence.proxy.async.global;", "", sim=lambda: None, since=(9, 0))
+                 sim=lambda at: simulated.store(at, 1, release=True))
+count_up = ptx("count_up", void, (u64,), "red.release.gpu.global.add.u32 [$0], 1;", "l",
+               sim=lambda at: simulated.add(at, release=True))
+take_ticket = ptx("take_ticket", i32, (u64,), "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;", "=r,l",
+                  sim=lambda at: np.int32(simulated.add(at)))
+# (flag, lane): what the whole warp has done before is done; then it is raised, or lowered for the next launch
+raise_flag_of_warp = ptx("raise_flag_of_warp", void, (u64, i32),
+                         "{ .reg .pred p; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; setp.eq.s32 p, $1, 0;"
+                         " @p st.relaxed.gpu.global.u32 [$0], 1; }", "l,r",
+                         sim=lambda at, lane: simulated.store_of_warp(at, lane, 1, release=True))
+lower_flag_of_warp = ptx("lower_flag_of_warp", void, (u64, i32),
+                         "{ .reg .pred p; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
+                         " @p st.relaxed.gpu.global.u32 [$0], 0; }", "l,r",
+                         sim=lambda at, lane: simulated.store_of_warp(at, lane, 0))

@@ -214,10 +214,8 @@ class Kernel:
         if len(args) != len(self.signature.args):
             raise TypeError(f"{self.name} takes {len(self.signature.args)} arguments, got {len(args)}")
         if config.ENABLE_CUDASIM:
-            if self.cluster > 1:
-                raise NotImplementedError(f"{self.name} runs in clusters of {self.cluster}: not simulated")
             args = [simulated_argument(t, a) for t, a in zip(self.signature.args, args)]
-            simulator.launch(self.function, grid, self.threads, self.smem, args)
+            simulator.launch(self.function, grid, self.threads, self.smem, args, self.cluster, pdl)
             return
         from cuda.bindings import driver
         handle = self.handle()

@@ -1,9 +1,9 @@
 """The names of ``jev_kernels.ptx`` in plain Python, for ``jev_kernels.sim.simulator``.
 
 A warp-wide instruction is computed by the last of the 32 lanes to arrive, from the registers of all, with the layout of
-fragments that the hardware has. cp.async delivers at the wait that guarantees it, not before. mbarriers count arrivals
-and bytes. Tensor maps, wgmma and clusters are not simulated: kernels that use them say NotImplementedError, unless the
-instruction's maker gave ``ptx`` a Python function that stands for it.
+fragments that the hardware has. cp.async delivers at the wait that guarantees it, not before. mbarriers are in
+``barriers``, TMA in ``tma``, wgmma in ``wgmma``. What is not simulated says NotImplementedError, unless the instruction's
+maker gave ``ptx`` a Python function that stands for it.
 
 Source: the PTX ISA manual; fragments as in ``jev_kernels.ptx.fragments``.
 """
@@ -14,12 +14,22 @@ import threading
 
 import numpy as np
 from numba.cuda import types
-from numba.cuda.simulator import kernel as numba_simulator
 
 from jev_kernels.ptx import fragments as _fragments
-from jev_kernels.sim.races import joined as _joined
+from jev_kernels.sim import simulator as _simulator
+from jev_kernels.sim.barriers import (  # noqa: F401
+    arrive as _arrive,
+    barrier_at as _barrier,
+    complete_bytes as _complete_bytes,
+    mbar_init,
+    mbar_wait,
+)
+from jev_kernels.sim.races import IN_GLOBAL as _IN_GLOBAL, IN_SHARED as _IN_SHARED
 from jev_kernels.sim.simulator import (  # noqa: F401
+    COPIED_FROM as _COPIED_FROM,
     COPIES as _COPIES,
+    FILLS as _FILLS,
+    RANK_BIT as _RANK_BIT,
     READS as _READS,
     WARP,
     WRITES as _WRITES,
@@ -31,6 +41,16 @@ from jev_kernels.sim.simulator import (  # noqa: F401
     register,
     shared_bytes as _shared_bytes,
     shuffle as _shuffle,
+    split_shared as _split_shared,
+)
+from jev_kernels.sim.tma import (  # noqa: F401
+    prefetch_tensormap,
+    tma_load,
+    tma_multicast,
+    tma_store_if,
+    tma_stores_done,
+    tma_stores_read_but_one_if,
+    tma_stores_read_if,
 )
 
 f32, i32, u16, u32, i64, u64, void = (
@@ -39,8 +59,9 @@ f32, i32, u16, u32, i64, u64, void = (
 
 # ---------------------------------------------------------------- memory
 def smem_addr(array) -> np.int32:
-    """Address in the shared window of a shared array's first element."""
-    return np.int32(array.ctypes.data - threading.current_thread().block.window_address)
+    """Address in the shared window of a shared array's first element, with the block's rank in a cluster above it."""
+    block = threading.current_thread().block
+    return np.int32(array.ctypes.data - block.window_address | block.rank << _RANK_BIT)
 
 
 def gmem_addr(array) -> np.uint64:
@@ -68,7 +89,7 @@ def _ldg(dtype, n=1):
 
 def _stg(address, values, dtype):
     values = np.array(values, dtype).reshape(-1)
-    _check_global(int(address), values.nbytes)
+    _check_global(int(address), values.nbytes, _WRITES)
     ctypes.memmove(int(address), values.ctypes.data, values.nbytes)
 
 
@@ -105,16 +126,16 @@ def evict_normal(): return np.uint64(0)
 def cp16(dst, src, size):
     """16 bytes into shared memory, of which ``size`` (0 or 16) are read and the rest zeros. Arrives at the wait."""
     if int(size):
-        _check_global(int(src), 16)
+        _check_global(int(src), 16, _READS)
     if int(dst) % 16:
         raise ValueError(f"cp.async of 16 bytes to a misaligned shared address {int(dst)}")
-    _shared_bytes(dst, 16, use=_COPIES)
+    _shared_bytes(dst, 16, use=_FILLS)
     threading.current_thread().copies.append((int(dst), int(src), int(size)))
 
 
 def cp_commit():
     me = threading.current_thread()
-    me.groups.append((me.copies, me.block.races and me.block.races.copied(me.thread_id)))
+    me.groups.append((me.copies, me.block.races and me.block.races.copied(me.number, proxied=False)))
     me.copies = []
 
 
@@ -132,7 +153,7 @@ def _cp_wait(pending):
         copies, clock = me.groups.popleft()
         _deliver(copies)
         if me.block.races:
-            me.block.races.acquire(me.thread_id, clock)
+            me.block.races.acquire(me.number, clock)
 
 
 def cp_wait0(): _cp_wait(0)
@@ -154,73 +175,16 @@ def cp_arrive(barrier):
     _barrier(barrier).update(1, 0, clock)
 
 
-class _Barrier:
-    def __init__(self, count):
-        self.count = self.pending = count
-        self.bytes = self.phase = 0
-        self.released = self.complete = None                     # clocks of the race detector: this phase's, the last one's
-
-    def update(self, arrivals, nbytes, clock):
-        """clock: what arrives with it, for the race detector; None where there is none."""
-        if clock is not None:
-            self.released = _joined(self.released, clock)
-        self.pending -= arrivals
-        self.bytes += nbytes
-        if self.pending < 0:
-            raise RuntimeError("more arrivals at an mbarrier than it was made for")
-        if self.pending == 0 and self.bytes == 0:
-            self.phase += 1
-            self.pending = self.count
-            self.released, self.complete = None, self.released
-
-
-def _barrier(address) -> _Barrier:
-    me = threading.current_thread()
-    if int(address) not in me.block.barriers:
-        raise RuntimeError(f"mbarrier at {int(address)} was not initialised")
-    if me.block.races:
-        me.block.races.use_barrier(me.thread_id, int(address))
-    return me.block.barriers[int(address)]
-
-
-def _arrive(barrier, nbytes):
-    me = threading.current_thread()
-    _barrier(barrier).update(1, nbytes, me.block.races and me.block.races.release(me.thread_id))
-
-
-def complete_bytes(barrier, nbytes):
-    """A copy that this thread has issued is complete."""
-    me = threading.current_thread()
-    _barrier(barrier).update(0, -int(nbytes), me.block.races and me.block.races.copied(me.thread_id))
-
-
-def mbar_init(barrier, count):
-    _shared_bytes(barrier, 8, use=_WRITES)
-    threading.current_thread().block.barriers[int(barrier)] = _Barrier(int(count))
-
-
 def mbar_fence(): pass
-def mbar_expect(barrier, nbytes): _arrive(barrier, int(nbytes))
-def mbar_arrive(barrier): _arrive(barrier, 0)
+def mbar_expect(barrier, nbytes): _arrive(barrier, nbytes)
+def mbar_arrive(barrier): _arrive(barrier)
+def mbar_arrive_at(barrier, rank): _arrive(_split_shared(barrier)[1] | int(rank) << _RANK_BIT)
+def mbar_arrive_pair(barrier, lane): return mbar_arrive_at(barrier, lane) if int(lane) < 2 else None
 
 
 def mbar_arrive_lane0(barrier, lane):
     if int(lane) == 0:
-        _arrive(barrier, 0)
-
-
-def mbar_wait(barrier, parity):
-    """Wait until the phase of this parity is complete."""
-    b, me = _barrier(barrier), threading.current_thread()
-    clock = None
-
-    def complete():
-        nonlocal clock
-        clock = b.complete                      # of this phase: when the thread runs again, the next may be over, too
-        return b.phase % 2 != int(parity) % 2
-    me.block.wait(me, complete, f"mbarrier at {int(barrier)}, parity {int(parity)}")
-    if me.block.races:
-        me.block.races.acquire(me.thread_id, clock)
+        _arrive(barrier)
 
 
 mbar_wait_covered = mbar_wait           # a thread that waits for ever is reported here anyway
@@ -231,17 +195,40 @@ def bulk(dst, src, nbytes, barrier):
     to = _shared_bytes(dst, int(nbytes), 16, use=_COPIES)
     if int(src) % 16 or int(nbytes) % 16:
         raise ValueError("bulk copies go by 16 bytes from 16-byte aligned addresses")
-    _check_global(int(src), 1)
-    _check_global(int(src) + int(nbytes) - 1, 1)
+    _check_global(int(src), int(nbytes), _COPIED_FROM, alignment=16)
     to[:] = np.frombuffer((ctypes.c_uint8 * int(nbytes)).from_address(int(src)), np.uint8)
-    complete_bytes(barrier, nbytes)
+    _complete_bytes(barrier, nbytes)
 
 
-def fence_async(): pass
-def cta_rank(): return np.int32(0)
-def cluster_sync(): numba_simulator._get_kernel_context().syncthreads()
-def pdl_launch(): pass
-def pdl_wait(): pass
+def _fence(memory):
+    me = threading.current_thread()
+    if me.block.races:
+        me.block.races.fence(me.number, memory)
+
+
+def fence_async(): _fence(_IN_SHARED)
+def fence_global(): _fence(_IN_GLOBAL)
+def cta_rank(): return np.int32(threading.current_thread().block.rank)
+
+
+def cluster_sync():
+    me = threading.current_thread()
+    cluster = me.block.cluster
+    cluster.meet(cluster.meetings, me, "cluster", cluster.live, None, None, "a barrier of the cluster")
+
+
+def pdl_launch():
+    me = threading.current_thread()
+    if me.block.races:
+        _simulator.DEVICE.trigger = min(_simulator.DEVICE.trigger, me.block.races.clock[me.number].launch)
+
+
+def pdl_wait():
+    me = threading.current_thread()
+    if me.block.races:
+        me.block.races.clock[me.number].launch = _simulator.DEVICE.launch
+
+
 def more_registers(): pass
 def fewer_registers(): pass
 
@@ -263,10 +250,7 @@ def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
     return sim or _absent(name)
 
 
-_HOPPER = ("prefetch_tensormap", "tma_load", "tma_multicast", "tma_prefetch", "tma_store", "tma_store_wait", "tma_store_if",
-           "tma_stores_read_if", "tma_stores_read_but_one_if", "tma_stores_done", "mbar_arrive_at", "mbar_arrive_pair")
-(prefetch_tensormap, tma_load, tma_multicast, tma_prefetch, tma_store, tma_store_wait, tma_store_if,
- tma_stores_read_if, tma_stores_read_but_one_if, tma_stores_done, mbar_arrive_at, mbar_arrive_pair) = map(_absent, _HOPPER)
+tma_prefetch, tma_store, tma_store_wait = map(_absent, ("tma_prefetch", "tma_store", "tma_store_wait"))
 
 
 # ---------------------------------------------------------------- warps

@@ -12,9 +12,9 @@ import threading
 import numpy as np
 
 from jev_kernels import bf16
-from jev_kernels.runtime.launch import address
-from jev_kernels.sim.ptx import _collective, _shared_bytes, ballot, complete_bytes, ldg_u32x4, ldsm, stg_u32x4
-from jev_kernels.sim.simulator import COPIES, READS, WRITES
+from jev_kernels.sim.ptx import ballot, ldsm, stg_u32x4
+from jev_kernels.sim.simulator import READS, WRITES, collective as _collective, shared_bytes as _shared_bytes
+from jev_kernels.sim.tma import load_3d, prefetch_tensormap, tma_load, tma_multicast  # noqa: F401
 
 D, SLABS, WG_ROWS = 256, 4, 64
 LANES = np.arange(32)
@@ -22,7 +22,6 @@ G, T = LANES // 4, LANES % 4
 
 
 # ---------------------------------------------------------------- instructions
-def prefetch_tensormap(at): pass
 def prefetch_3d(*_): pass
 def consumer_registers(): pass
 def producer_registers(): pass
@@ -42,48 +41,6 @@ def running_sum(x):
 def copy_out(whether, source, to):
     if whether:
         stg_u32x4(to, _shared_bytes(source, 16, use=READS).view(np.uint32))
-
-
-def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
-    """A made-up descriptor: address, number of dimensions, dims, strides, box."""
-    fields = np.zeros(16, np.int64)
-    fields[:2] = pointer, len(dims)
-    fields[2:2 + len(dims)], fields[5:5 + len(strides)], fields[8:8 + len(box)] = dims, strides, box
-    return fields.tobytes()
-
-
-_placed: list[np.ndarray] = []
-
-
-def place(maps: bytes) -> int:
-    _placed.append(np.frombuffer(maps, np.uint8).copy())
-    return address(_placed[-1])
-
-
-def _load_box(dst, source, starts, barrier):
-    """A box into shared memory, its rows of 128 bytes swizzled by their addresses."""
-    fields = np.concatenate([np.array(ldg_u32x4(int(source) + 16 * i), np.uint32) for i in range(8)]).view(np.int64)
-    n = int(fields[1])
-    dims, strides, box = fields[2:2 + n], fields[5:4 + n], fields[8:8 + n]
-    if int(dst) % 1024 and n == 3:
-        raise ValueError("a box must start at a multiple of 1024")
-    at = int(dst)
-    for outer in np.ndindex(*(int(b) for b in box[:0:-1])):
-        index = [int(s) + o for s, o in zip(starts[1:], outer[::-1])]
-        row = _shared_bytes(at, 128, use=COPIES)
-        if all(0 <= i < d for i, d in zip(index, dims[1:])):
-            where = int(fields[0]) + 2 * int(starts[0]) + sum(i * int(s) for i, s in zip(index, strides))
-            for chunk in range(8):
-                values = np.array(ldg_u32x4(where + 16 * chunk), np.uint32)
-                row[(chunk ^ at >> 7 & 7) * 16:][:16] = values.view(np.uint8)
-        else:
-            row[:] = 0
-        at += 128
-    complete_bytes(barrier, at - int(dst))
-
-
-def tma_load(dst, source, col, row, barrier, policy): _load_box(dst, source, (col, row), barrier)
-def load_3d(dst, source, col, head, row, barrier, policy): _load_box(dst, source, (col, head, row), barrier)
 
 
 # ---------------------------------------------------------------- register tiles
@@ -136,14 +93,16 @@ def _begin_reads(*tiles):
     if me.block.races and me.thread_id % 32 == 0:
         starts = [(int(at) + (slab * rows + first) * 128, count) for at, rows, first, count in tiles for slab in range(SLABS)]
         cells = [np.arange(start // 2, start // 2 + count * 64) for start, count in starts]
-        me.block.races.begin_reads(me.thread_id, np.concatenate(cells))
+        races = me.block.races
+        races.begin_reads(races.products(me.number // 32), [me.number], np.concatenate(cells))
 
 
 def _end_reads(left):
     """... and all but the ``left`` latest products have read."""
     me = threading.current_thread()
     if me.block.races and me.thread_id % 32 == 0:
-        me.block.races.end_reads(me.thread_id, left)
+        races = me.block.races
+        races.end_reads(races.products(me.number // 32), [me.number], left)
 
 
 def make_steps(BN: int, scale_log2: float):

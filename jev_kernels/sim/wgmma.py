@@ -125,8 +125,11 @@ def wgmma(name, dtype, d, a, b, steps, accumulate, in_place, wait):
             if in_place:
                 tile[:d] = np.nan
             started[thread] = None if in_place else Started(mine)
-            if thread.block.races:
-                thread.block.races.begin_reads(thread.thread_id, read)
+        block = by_thread[0][0].block
+        if block.races:
+            for warp in range(4):
+                numbers = [thread.number for thread, _ in by_thread[32 * warp:32 * warp + 32]]
+                block.races.begin_reads(block.races.products(numbers[0] // 32), numbers, read + block.rank * block.races.block_cells)
         return [started[thread] for thread, _ in members]
 
     def product(*given):
@@ -155,8 +158,9 @@ def _wait(name, left):
                     raise RuntimeError(f"{name}: registers that a product in flight reads have been overwritten")
                 if array is not None and not any(later is array for _, later, _, _ in groups):
                     array[:len(values)] = values
-            if thread.block.races:
-                thread.block.races.end_reads(thread.thread_id, left)
+        if me.block.races:
+            numbers = [thread.number for thread in threads]
+            me.block.races.end_reads(me.block.races.products(numbers[0] // 32), numbers, left)
         return [None] * len(threads)
     collective(name, me, compute)
 

@@ -185,23 +185,24 @@ def test_reads_of_wgmma():
     """They last until the wait for their group, whatever else reads the same."""
     cells = np.arange(8)
     for wait, ordinary in ((False, False), (False, True), (True, True)):
-        races = Races(2, 64)
-        races.begin_reads(0, cells)
-        races.begin_reads(0, cells + 8)
+        races = Races(64, 64)
+        product = races.products(0)
+        races.begin_reads(product, [0], cells)
+        races.begin_reads(product, [0], cells + 8)
         if ordinary:
             races.access(0, 0, 16, write=False)
         if wait:
-            races.end_reads(0, 1)
-        races.meet([0, 1])
+            races.end_reads(product, [0], 1)
+        races.meet([0, 33])
         if wait:
-            races.access(1, 0, 16, write=True)
+            races.access(33, 0, 16, write=True)
         for address in (0, 16)[wait:]:
-            with pytest.raises(Race, match="thread 1 writes"):
-                races.access(1, address, 16, write=True)
-    races = Races(2, 64)
-    races.access(1, 0, 16, write=True)
+            with pytest.raises(Race, match="thread 33 writes"):
+                races.access(33, address, 16, write=True)
+    races = Races(64, 64)
+    races.access(33, 0, 16, write=True)
     with pytest.raises(Race, match="wgmma"):
-        races.begin_reads(0, cells)
+        races.begin_reads(product, [0], cells)
 
 
 def test_delta_rule_of_one_sequence():
