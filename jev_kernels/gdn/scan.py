@@ -48,7 +48,6 @@ from numba.cuda import types
 from jev_kernels import pool
 from jev_kernels.gdn.flags import FIRST, SLABS, TICKETS, lower_flags
 from jev_kernels.gdn.prepare import IMAGE, LAST_AT, P_AT, RECORD, SK_AT, SQ_AT, SU_AT, T_AT, D
-from jev_kernels.gdn.wgmma import wgmma, wgmma_wait
 from jev_kernels.ptx import (
     bulk,
     cp16,
@@ -88,6 +87,7 @@ from jev_kernels.ptx import (
     void,
 )
 from jev_kernels.ptx.flags import await_flag, count_up, fence_global
+from jev_kernels.ptx.wgmma import SharedMatrix, Step, wgmma, wgmma_wait
 
 WARPS = 4                     # that compute, 16 value columns each
 COPY_WARPS = 4
@@ -111,22 +111,25 @@ stg4 = ptx("stg4", void, (u64, f32, f32, f32, f32), "st.global.v4.f32 [$0], {$1,
 
 
 # ---------------------------------------------------------------- products
-# b = k or q, contiguous along the reduction: 64-wide halves, a k16 step is 32 bytes inside the swizzled row
-_along = [(64, 0, 4 * kk, (kk >> 2) * 8192 + (kk & 3) * 32) for kk in range(8)]
-mul_k = wgmma("mul_k", "bf16", 32, 32, _along, 16, 1024, swizzle=True, add=False)
-mul_q = wgmma("mul_q", "bf16", 32, 32, _along[:LATE], 16, 1024, swizzle=True, add=False)
-more_q = wgmma("more_q", "bf16", 32, 32, _along[LATE:], 16, 1024, swizzle=True)
+# The first operand is in registers, four a step of 16. b = k or q, contiguous along the reduction: halves of 64 columns
+ROWS_AS_COLUMNS = SharedMatrix()
+_along = [Step(64, a=4 * k, b=(k >> 2) * 8192 + (k & 3) * 32) for k in range(8)]
+mul_k = wgmma("mul_k", "bf16", 32, 32, ROWS_AS_COLUMNS, _along, accumulate=False, in_place=True)
+mul_q = wgmma("mul_q", "bf16", 32, 32, ROWS_AS_COLUMNS, _along[:LATE], accumulate=False, in_place=True)
+more_q = wgmma("more_q", "bf16", 32, 32, ROWS_AS_COLUMNS, _along[LATE:], in_place=True)
 # b = k, contiguous along the result: 16 tokens a step
-_across = [(128, 0, 4 * j, j * 2048) for j in range(4)]
-add_k = wgmma("add_k", "bf16", 64, 16, _across, 8192, 1024, swizzle=True, trans=1)
-# b = a triangular image: tokens 0-31 need its columns 0-31, tokens 32-63 all of them
-_blocks = [(32, 0, 4 * j, j * 1024) for j in range(2)] + [(32, 16, 4 * j, 2048 + j * 1024) for j in range(4)]
-mul_t = wgmma("mul_t", "f16", 32, 16, _blocks, 128, 256, add=False)
-add_p = wgmma("add_p", "f16", 32, 16, _blocks, 128, 256)
-wait_x = wgmma_wait("wait_x", 1, (32,), (32,))         # all but mul_q
-wait_w = wgmma_wait("wait_w", 1, (32,), (16,))         # all but more_q
-wait_o = wgmma_wait("wait_o", 2, (32,), (32,))         # all but the two add_k
-wait_s = wgmma_wait("wait_s", 0, (64, 32), (16, 16, 16))
+ROWS = SharedMatrix(leading=8192, transposed=True)
+add_k = wgmma("add_k", "bf16", 64, 16, ROWS, [Step(128, a=4 * j, b=j * 2048) for j in range(4)], in_place=True)
+# b = a packed triangular tile: tokens 0-31 need its columns 0-31, tokens 32-63 all of them
+TRIANGLE = SharedMatrix(leading=128, stride=256, swizzled=False)
+_blocks = ([Step(32, a=4 * j, b=j * 1024) for j in range(2)] +
+           [Step(32, d=16, a=4 * j, b=2048 + j * 1024) for j in range(4)])
+mul_t = wgmma("mul_t", "f16", 32, 16, TRIANGLE, _blocks, accumulate=False, in_place=True)
+add_p = wgmma("add_p", "f16", 32, 16, TRIANGLE, _blocks, in_place=True)
+wait_x = wgmma_wait("wait_x", 1, (32,), (32,), in_place=True)         # all but mul_q
+wait_w = wgmma_wait("wait_w", 1, (32,), (16,), in_place=True)         # all but more_q
+wait_o = wgmma_wait("wait_o", 2, (32,), (32,), in_place=True)         # all but the two add_k
+wait_s = wgmma_wait("wait_s", 0, (64, 32), (16, 16, 16), in_place=True)
 
 
 # ---------------------------------------------------------------- shared memory
