@@ -11,7 +11,7 @@ from jev_kernels.ptx.waits import LIMIT, TICK_SECONDS, until
 from jev_kernels.runtime.errors import DeviceError, DeviceLost, driver_error
 
 SOURCES = {str(p.relative_to(Path(jev_kernels.__file__).parent)): p.read_text()
-           for p in Path(jev_kernels.__file__).parent.rglob("*.py")}
+           for p in Path(jev_kernels.__file__).parent.rglob("*.py") if p.parent.name != "sim"}
 
 
 def test_the_limit_leaves_time_for_a_sanitizer_and_none_for_a_hang():

@@ -23,6 +23,7 @@ from jev_kernels.gdn import (
     portable as gdn,  # noqa: E402
 )
 from jev_kernels.pool import RUNS  # noqa: E402
+from jev_kernels.runtime import device  # noqa: E402
 from tests.gpu.gdn_problem import Problem, capture, error, reference  # noqa: E402
 
 HEADS = {"27b": (16, 48), "9b": (16, 32)}
@@ -94,7 +95,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--json", help="also write everything here")
     options_ = parser.parse_args(arguments)
     heads = HEADS[options_.model]
-    hopper = gdn.on_hopper()
+    hopper = device.on_hopper()
     print(f"{torch.cuda.get_device_name()}, {heads[0]} key heads, {heads[1]} value heads; us a call")
     titles = (("case", 28), ("rows", 5), ("chunks", 6), ("both", 7), ("prepare", 7), ("scan", 7), ("portable", 8),
               ("FLA", 7))

@@ -68,7 +68,7 @@ from jev_kernels.ptx import (
     u64,
     void,
 )
-from jev_kernels.runtime import cubin
+from jev_kernels.runtime import cubin, device
 from jev_kernels.runtime.launch import Kernel, view
 
 D = 128                       # head dims, keys and values
@@ -418,7 +418,7 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
     Raises ValueError naming the argument that does not fit.
     """
     if hopper is None:
-        hopper = on_hopper()
+        hopper = device.on_hopper()
     x = view("qkv", qkv, np.uint16, None, None)
     rates = view("g", g, np.float32, x.shape[0], None)
     heads = rates.shape[1]
@@ -473,12 +473,6 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     for n in shape[:0:-1]:
         strides.insert(0, strides[0] * n)
     return tuple(strides)
-
-
-@functools.lru_cache(maxsize=None)
-def on_hopper() -> bool:
-    """Whether the current device runs sm_90a code."""
-    return not config.ENABLE_CUDASIM and tuple(cuda.get_current_device().compute_capability) == (9, 0)
 
 
 @functools.lru_cache(maxsize=None)

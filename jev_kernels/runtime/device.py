@@ -14,6 +14,7 @@ Source: the CUDA driver API manual; figures for the staging copy are in ``Upload
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,11 +24,13 @@ from pathlib import Path
 
 import numpy as np
 from numba import cuda
+from numba.cuda.core import config
 
 from jev_kernels.runtime.errors import DeviceError, NoDevice, OutOfMemory  # noqa: F401  part of this module's surface
 from jev_kernels.runtime.launch import check, stream_address
 
 ALIGNMENT = 256                       # bytes; what cuMemAlloc gives, and more than TMA (16) or a 16-byte access asks
+HOPPER = (9, 0)                       # the compute capability with wgmma, TMA and clusters as they are used here
 MINIMUM_CC = (8, 0)                   # mma with BF16 operands and cp.async
 MINIMUM_CUDA = 12000                  # of the driver: sm_90 and cuLaunchKernelEx
 _PEAK = 0                             # bytes in use on the device, the most that any look has seen
@@ -49,12 +52,18 @@ class Device:
     @property
     def hopper(self) -> bool:
         """Whether wgmma, TMA and clusters exist here (sm_90a code runs on compute capability 9.0 only)."""
-        return self.compute_capability == (9, 0)
+        return self.compute_capability == HOPPER
 
     def __str__(self) -> str:
         return (f"{self.name} (sm_{self.compute_capability[0]}{self.compute_capability[1]}, {self.multiprocessors} "
                 f"multiprocessors, {self.memory_bytes / 1e9:.0f} GB, driver {self.driver_version}, "
                 f"CUDA {self.cuda_version[0]}.{self.cuda_version[1]})")
+
+
+@functools.lru_cache(maxsize=None)
+def on_hopper() -> bool:
+    """Whether the current device has wgmma, TMA and clusters: compute capability 9.0, and no simulator."""
+    return not config.ENABLE_CUDASIM and tuple(cuda.get_current_device().compute_capability) == HOPPER
 
 
 def find_device(index: int = 0) -> Device:

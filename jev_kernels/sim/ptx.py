@@ -297,14 +297,15 @@ def low16(x): return np.float32(np.uint16(int(x) & 0xFFFF).view(np.float16))
 def high16(x): return np.float32(np.uint16(int(x) >> 16 & 0xFFFF).view(np.float16))
 def mul_bf16x2(a, b): return pack(low(a) * low(b), high(a) * high(b))
 def tf32(x): return np.uint32((int(np.float32(x).view(np.uint32)) + 0x1000) & 0xFFFFE000)
-def ex2(x): return np.exp2(np.float32(x))
+# Functions and sums of products in float64, rounded once: NumPy's float32 ones are not the same on every processor.
+def ex2(x): return np.float32(np.exp2(np.float64(np.float32(x))))
 def rcp(x): return np.float32(1) / np.float32(x)
 def rsqrt(x): return np.float32(1.0 / np.sqrt(np.float64(x)))
 def div_u32(a, b): return np.int32(int(a) // int(b))
 def mul_rn(a, b): return np.float32(a) * np.float32(b)
 def add_rn(a, b): return np.float32(a) + np.float32(b)
-def exp(x): return np.exp(np.float32(x))
-def log1p(x): return np.log1p(np.float32(x))
+def exp(x): return np.float32(np.exp(np.float64(np.float32(x))))
+def log1p(x): return np.float32(np.log1p(np.float64(np.float32(x))))
 def bits_f32(x): return np.uint32(np.float32(x).view(np.uint32))
 def f32_bits(x): return _float(_bits(x))
 
@@ -329,9 +330,9 @@ _A_TF32, _B_TF32, _PAIR = _fragments.a_tf32(), _fragments.b_tf32(), _fragments.p
 def _product(lanes, a_map, b_map, k, elements):
     """D of the 32 lanes after D += A B. elements: the operands' registers, uint32 [32, n], as the maps have them."""
     regs = np.array([[int(r) for r in (*a, b0, b1)] for _, a, b0, b1 in lanes], np.uint32)                   # [32, 6]
-    A, B, D = (np.zeros(s, np.float32) for s in ((16, k), (k, 8), (16, 8)))
+    A, B, D = (np.zeros(s) for s in ((16, k), (k, 8), (16, 8)))
     A[a_map], B[b_map], D[_D] = elements(regs[:, :4]), elements(regs[:, 4:]), np.array([d for d, *_ in lanes], np.float32)
-    return [tuple(row) for row in (D + A @ B)[_D]]
+    return [tuple(row) for row in (D + A @ B).astype(np.float32)[_D]]
 
 
 def _mma(name, to_float):

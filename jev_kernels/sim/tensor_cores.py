@@ -118,6 +118,15 @@ def make_steps(BN: int, scale_log2: float):
             return list(np.repeat(op(op(v[:, 0], v[:, 1]), op(v[:, 2], v[:, 3])), 4, axis=0))
         return _collective(name, x, compute)
 
+    def power_of_two(x):
+        return np.exp2(x.astype(np.float64)).astype(np.float32)
+
+    def tree(x):
+        """The float32 sum of all, pairwise, as the kernel does it."""
+        while len(x) > 1:
+            x = np.concatenate([x[:-1:2] + x[1::2], x[len(x) & ~1:]])
+        return x[0]
+
     def qk(q_at, k_at):
         _begin_reads((q_at, WG_ROWS, 0, WG_ROWS), (k_at, BN, 0, BN))
         return int(q_at), int(k_at)
@@ -131,7 +140,7 @@ def make_steps(BN: int, scale_log2: float):
         first = _warp_row()
 
         def compute(_):
-            return list(_scatter(_tile(q_at, WG_ROWS, first, 16) @ _tile(k_at, BN, 0, BN).T))
+            return list(_scatter(_tile(q_at, WG_ROWS, first, 16).astype(np.float64) @ _tile(k_at, BN, 0, BN).T))
         s = _collective("S = Q K^T", None, compute)
         _end_reads(left)
         return s
@@ -141,7 +150,8 @@ def make_steps(BN: int, scale_log2: float):
 
         def compute(lanes):
             probabilities = _gather([r[1] for r in lanes], BN)
-            return list(_scatter(_gather([r[0] for r in lanes], D) + probabilities @ _tile(v_at, BN, 0, BN)))
+            product = probabilities.astype(np.float64) @ _tile(v_at, BN, 0, BN)
+            return list(_scatter(_gather([r[0] for r in lanes], D) + product))
         o = _collective("O += P V", (o, p), compute)
         _end_reads(0)
         return o
@@ -155,9 +165,9 @@ def make_steps(BN: int, scale_log2: float):
             mine = np.array([s[row_of == r].max() for r in range(2)])
             top = np.maximum(state[:2], quad("row maximum", mine, np.maximum))
             base = top * -scale
-            factor = np.exp2(base - state[:2] * -scale)
-            p = np.exp2((s.astype(np.float64) * scale + base[row_of]).astype(np.float32))
-            sums = state[2:4] * factor + np.array([p[row_of == r].sum(dtype=np.float32) for r in range(2)])
+            factor = power_of_two(base - state[:2] * -scale)
+            p = power_of_two((s.astype(np.float64) * scale + base[row_of]).astype(np.float32))
+            sums = state[2:4] * factor + np.array([tree(p[row_of == r]) for r in range(2)])
         return p, np.concatenate([top, sums, factor]).astype(np.float32)
 
     def sigmoids(part, at, row7, half):
@@ -166,7 +176,7 @@ def make_steps(BN: int, scale_log2: float):
             for x in ldsm(int(at) + (((pair % 4 * 2 | int(half)) ^ int(row7)) << 4) + pair // 4 * WG_ROWS * 128):
                 out += [int(x) << 16 & 0xFFFFFFFF, int(x) & 0xFFFF0000]
         with np.errstate(all="ignore"):
-            e = np.exp2(np.array(out, np.uint32).view(np.float32) * np.float32(-np.log2(np.e)))
+            e = power_of_two(np.array(out, np.uint32).view(np.float32) * np.float32(-np.log2(np.e)))
             return bf16.from_float32(np.float32(1) / (e + np.float32(1)))
 
     def store(o, inverse, at, row7, half, columns, gate):

@@ -114,7 +114,7 @@ def wgmma(name, dtype, d, a, b, steps, accumulate, in_place, wait):
             else:
                 read.append(matrix_cells((a_at & ADDRESS_BITS) + step.a, 64, a))
                 x = to_float(dtype, memory[read[-1]]).T
-            part, product = slice(step.d, step.d + step.n // 2), tile_registers(x @ to_float(dtype, memory[b_cells]))
+            part, product = slice(step.d, step.d + step.n // 2), tile_registers(x.astype(np.float64) @ to_float(dtype, memory[b_cells]))
             values[:, part] = values[:, part] + product if accumulate or step.d in written else product
             written.add(step.d)
         read = np.unique(np.concatenate([cells.reshape(-1) for cells in read]))
