@@ -33,6 +33,8 @@ def barrier_at(address) -> Barrier:
     """The mbarrier at a shared address, of any block of the cluster."""
     me, (rank, at) = threading.current_thread(), split_shared(address)
     block = me.block.cluster.blocks[rank]
+    if not block.live:
+        raise RuntimeError(f"an mbarrier of block {rank} of the cluster is used when the block has left")
     if at not in block.barriers:
         raise RuntimeError(f"mbarrier at {at} was not initialised")
     if me.block.races:

@@ -14,7 +14,7 @@ synchronization, or a GPU may do them in either order. Order is what PTX promise
                      at. Boxes stored by TMA are read from their issue to the wait for their group
     wgmma            reads shared memory from its issue, which is the whole warp's, to the wait that covers it
     launches         what one has written is there for the next, or, under programmatic dependent launch, behind pdl_wait,
-                     and for threads that one of these has told (by a barrier, a flag)
+                     and for threads that one of these has told (by a barrier, a flag, a copy that it has issued)
     proxies          what ordinary instructions and cp.async have written (the generic proxy) is there for bulk copies, TMA
                      and wgmma (the async proxy) when a proxy fence for that memory lies between, on either side
 
@@ -94,9 +94,9 @@ class Races:
         self.writer = np.full(cells, -1, np.int16)
         self.written = np.zeros(cells, np.uint16)                   # when, in the writer's time
         self.proxied = np.zeros(cells, bool)                        # whether by the async proxy
-        self.readers: list[int] = []                                # actors that have read ...
-        self.rows: dict[int, int] = {}
-        self.read = np.zeros((actors, cells), np.uint16)            # ... a row each: when they last did, in their time
+        self.readers = np.zeros(0, np.intp)                         # actors that have read ...
+        self.columns: dict[int, int] = {}
+        self.read = np.zeros((cells, 64), np.uint16)                # ... a column each: when they last did, in their time
         self.in_flight: dict[int, list[np.ndarray]] = {}
 
     def access(self, thread: int, address: int, nbytes: int, write: bool) -> None:
@@ -107,7 +107,8 @@ class Races:
             self._write(thread, cells, clock, False)
             return
         self._after_writes(thread, cells, clock.own[[SEEN, SEEN]], "reads")
-        mine = self.read[self._row(thread), cells]
+        column = self._column(thread)
+        mine = self.read[cells, column]
         np.maximum(mine, clock.own[SEEN, thread], out=mine)
 
     def use_barrier(self, thread: int, address: int, block: int | None = None) -> None:
@@ -132,7 +133,7 @@ class Races:
         """A clock with this thread's copies so far, and nothing else: for who waits for them."""
         actor = self.threads + thread
         clock = self.clock[actor]
-        out = Clock(clock.cluster, np.zeros_like(clock.own), 0)
+        out = Clock(clock.cluster, np.zeros_like(clock.own), clock.launch)      # launches that have ended have for all
         out.own[:3 if proxied else 1, actor] = clock.own[SEEN, actor]
         self._tick(actor)
         return out
@@ -146,15 +147,16 @@ class Races:
         seen = np.minimum.reduce([self.clock[t].own for t in threads])
         self._after_writes(threads[0], cells, seen[[SEEN, IN_SHARED]], does)
         self.in_flight.setdefault(actor, []).append(cells)
-        self.read[self._row(actor), cells] = IN_FLIGHT
+        column = self._column(actor)
+        self.read[cells, column] = IN_FLIGHT
 
     def end_reads(self, actor: int, threads: list[int], left: int) -> None:
         """All but the ``left`` latest groups have read, and these threads know."""
-        groups, row, now = self.in_flight.get(actor, []), self._row(actor), self.clock[actor].own[SEEN, actor]
+        groups, column, now = self.in_flight.get(actor, []), self._column(actor), self.clock[actor].own[SEEN, actor]
         while len(groups) > left:
-            self.read[row, groups.pop(0)] = now
+            self.read[groups.pop(0), column] = now
         for cells in groups:
-            self.read[row, cells] = IN_FLIGHT
+            self.read[cells, column] = IN_FLIGHT
         for thread in threads:
             self.clock[thread].own[:, actor] = now
         self._tick(actor)
@@ -209,11 +211,13 @@ class Races:
         self.acquire(thread, self.device.flags.get(address))
 
     # ---------------------------------------------------------------- what it rests on
-    def _row(self, actor: int) -> int:
-        if actor not in self.rows:
-            self.rows[actor] = len(self.readers)
-            self.readers.append(actor)
-        return self.rows[actor]
+    def _column(self, actor: int) -> int:
+        if actor not in self.columns:
+            self.columns[actor] = len(self.readers)
+            self.readers = np.append(self.readers, actor)
+            if len(self.readers) > self.read.shape[1]:
+                self.read = np.concatenate([self.read, np.zeros_like(self.read)], 1)
+        return self.columns[actor]
 
     def _tick(self, actor):
         self.clock[actor].own[SEEN, actor] += 1
@@ -233,13 +237,13 @@ class Races:
     def _write(self, actor, cells, clock, proxied):
         self._after_writes(actor, cells, clock.own[[SEEN, IN_SHARED if proxied else SEEN]], "writes")
         readers = self.readers
-        early = self.read[:len(readers), cells] > clock.own[SEEN, readers][:, None]
+        early = self.read[cells, :len(readers)] > clock.own[SEEN, readers]
         if early.any():
-            other, at = np.argwhere(early)[0]
+            at, other = np.argwhere(early)[0]
             raise Race(f"{self._name(actor)} writes shared memory at {CELL * (cells.start + at)} while "
                        f"{self._name(readers[other])} may read it")
         self.writer[cells], self.written[cells], self.proxied[cells] = actor, clock.own[SEEN, actor], proxied
-        self.read[:len(readers), cells] = 0
+        self.read[cells, :len(readers)] = 0
 
     def _name(self, actor):
         if actor < self.threads:
