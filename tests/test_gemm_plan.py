@@ -281,31 +281,31 @@ def test_array_bytes():
 @pytest.mark.parametrize("shape,limit", [((10, 8), 48), ((10, 8), 1000), ((3, 5, 7), 14), ((2, 100), 32), ((), 2)])
 def test_slabs_cut_in_order(shape, limit):
     array = np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
-    parts = list(device.slabs(array, limit))
+    parts = list(device.parts_of(array, limit))
     assert all(p.nbytes <= limit for p in parts)
     assert np.array_equal(np.concatenate([p.reshape(-1) for p in parts]), array.reshape(-1))
 
 
 def test_slabs_of_permuted_rows():
     array = np.arange(2 * 3 * 4 * 5, dtype=np.uint16).reshape(2, 3, 4, 5).transpose(1, 0, 2, 3)
-    parts = list(device.slabs(array, 40))
+    parts = list(device.parts_of(array, 40))
     assert np.array_equal(np.concatenate([p.reshape(-1) for p in parts]), array.reshape(-1))
 
 
-@pytest.mark.parametrize("rows,turn,limit", [(8, 4, 1000), (96, 4, 200), (30, 2, 81), (12, 3, 1)])
-def test_turns_are_those_of_a_stacked_weight(rows, turn, limit):
+@pytest.mark.parametrize("rows,interleave,limit", [(8, 4, 1000), (96, 4, 200), (30, 2, 81), (12, 3, 1)])
+def test_interleaved_rows_are_those_of_a_stacked_weight(rows, interleave, limit):
     arrays = [np.arange(rows * 5, dtype=np.uint16).reshape(rows, 5) + 1000 * i for i in range(2)]
-    parts = list(device.turns(arrays, turn, limit))
-    assert all(sum(p.nbytes for p in part) <= max(limit, 20 * turn) for part in parts)
+    parts = list(device.interleaved(arrays, interleave, limit))
+    assert all(sum(p.nbytes for p in part) <= max(limit, 20 * interleave) for part in parts)
     got = np.concatenate([np.stack(part, 1).reshape(-1, 5) for part in parts])
-    spec = weights.Spec("w", (2 * rows, 5), lambda tensors: list(tensors), turn)
-    assert np.array_equal(got, spec.stacked(arrays)) and got[turn, 0] == 1000 and got[2 * turn, 0] == 5 * turn
+    spec = weights.Spec("w", (2 * rows, 5), lambda tensors: list(tensors), interleave)
+    assert np.array_equal(got, spec.stacked(arrays)) and got[interleave, 0] == 1000 and got[2 * interleave, 0] == 5 * interleave
 
 
-@pytest.mark.parametrize("shapes,turn", [([(8, 5), (8, 4)], 4), ([(8, 5), (8, 5)], 3)])
-def test_turns_that_do_not_fit(shapes, turn):
-    with pytest.raises(ValueError, match=f"turns of {turn}"):
-        list(device.turns([np.zeros(s, np.uint16) for s in shapes], turn, 100))
+@pytest.mark.parametrize("shapes,interleave", [([(8, 5), (8, 4)], 4), ([(8, 5), (8, 5)], 3)])
+def test_rows_that_cannot_be_interleaved(shapes, interleave):
+    with pytest.raises(ValueError, match=f"interleaved by {interleave}"):
+        list(device.interleaved([np.zeros(s, np.uint16) for s in shapes], interleave, 100))
 
 
 @pytest.mark.skipif(cuda.is_available(), reason="this machine has a GPU")

@@ -6,7 +6,7 @@ output, and come in this order:
 ==================  ===============================================================================================
 ``in_proj``, linear attention   q | k | v (the convolution's input) | z | b | a | zeros
 ``in_proj``, full attention     q of all heads | gate of all heads | k | v
-``gate_up``                     four of gate, four of up, in turn
+``gate_up``                     four of gate, four of up, interleaved
 ==================  ===============================================================================================
 
 ``q_proj`` interleaves 256 query and 256 gate rows per head; taking its rows apart here, once, makes "splitting off the
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jev.checkpoint.checkpoint import ModelConfig
-from jev_kernels.reference import TURN
+from jev_kernels.reference import INTERLEAVE
 
 LINEAR = ("in_proj", "out_proj", "down_proj")        # last part of the keys that ``Ops.linear`` multiplies by
 GATED = ("gate_up",)                                 # ... and ``Ops.swiglu``
@@ -31,11 +31,11 @@ GATED = ("gate_up",)                                 # ... and ``Ops.swiglu``
 
 class Spec(NamedTuple):
     """One matrix or vector of the model. pieces(tensors): BF16 (uint16) views whose rows fill ``shape``: one piece after
-    the other, or ``turn`` rows of each in turn."""
+    the other, or interleaved by so many rows of each."""
     key: str
     shape: tuple[int, ...]
     pieces: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
-    turn: int = 0
+    interleave: int = 0
 
     def rows(self, tensors: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """The pieces as arrays that differ from ``shape`` in their number of rows alone."""
@@ -44,8 +44,8 @@ class Spec(NamedTuple):
     def stacked(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
         """The whole, BF16 (uint16). A single piece stays what it is: part of a mapped file, perhaps."""
         pieces = self.rows(tensors)
-        if self.turn:
-            return np.stack([p.reshape(-1, self.turn, *self.shape[1:]) for p in pieces], 1).reshape(self.shape)
+        if self.interleave:
+            return np.stack([p.reshape(-1, self.interleave, *self.shape[1:]) for p in pieces], 1).reshape(self.shape)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
@@ -106,8 +106,8 @@ def specs(config: ModelConfig) -> list[Spec]:
     """Every weight of the backbone in the order of use, with where it comes from."""
     h, inter = config.hidden_size, config.intermediate_size
 
-    def stack(key, width, *names, turn=0):
-        return Spec(key, (sum(n for _, n in names), width), lambda t: [t[name] for name, _ in names], turn)
+    def stack(key, width, *names, interleave=0):
+        return Spec(key, (sum(n for _, n in names), width), lambda t: [t[name] for name, _ in names], interleave)
 
     def vector(key, name, size):
         return Spec(key, (size,), lambda t: [t[name]])
@@ -121,7 +121,8 @@ def specs(config: ModelConfig) -> list[Spec]:
         else:
             out += _gdn_specs(config, at, stack, vector)
         out += [vector(at + "post_norm", at + "post_attention_layernorm.weight", h),
-                stack(at + "gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter), turn=TURN),
+                stack(at + "gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter),
+                      interleave=INTERLEAVE),
                 stack(at + "down_proj", inter, (at + "mlp.down_proj.weight", h))]
     return out + [vector("norm", "norm.weight", h)]
 

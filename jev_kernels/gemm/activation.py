@@ -1,6 +1,6 @@
 """The MLP's activation inside our GEMMs: r(r(silu(gate)) * up) of the sums that a warp holds.
 
-Weights alternate between four of gate and four of up (``reference.TURN``). An 8 x 8 tile of sums, wherever it lies in
+Weights alternate between four of gate and four of up (``reference.INTERLEAVE``). An 8 x 8 tile of sums, wherever it lies in
 wgmma's result, then has gates in half of its lanes and the ups that belong to them in the other half, a fixed distance
 away; and a lane holds two such tiles (rows g and g + 8). Each half gives one of its tiles to the other: a lane ends with
 gate and up of one tile, packed to BF16 as a GEMM would have stored them, and does what ``silu.silu_mul`` does with

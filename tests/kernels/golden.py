@@ -125,8 +125,8 @@ def activation() -> Outputs:
     for offset in (0, 1):
         inputs, rows = Inputs(5), 3
         gate, up, y = inputs.bf16(rows, 19, 4, scale=4), inputs.bf16(rows, 19, 4), output(rows, 76)
-        turns = np.stack([gate, up], 2).reshape(rows, -1)
-        silu.silu_mul(0, Matrix(turns, offset=offset).array, y.array, counts(rows=rows))
+        gate_up = np.stack([gate, up], 2).reshape(rows, -1)
+        silu.silu_mul(0, Matrix(gate_up, offset=offset).array, y.array, counts(rows=rows))
         yield y.read()
 
 

@@ -44,8 +44,8 @@ class Problem:
         """||y - float64|| / ||float64||."""
         want = bf16.to_float32(self.x[:self.m, 16:16 + self.k]).astype(np.float64) @ bf16.to_float32(self.w).astype(np.float64).T
         if self.gated:
-            turns = want.reshape(self.m, -1, 2, reference.TURN)
-            want = (turns[:, :, 0] * reference.sigmoid(turns[:, :, 0]) * turns[:, :, 1]).reshape(self.m, -1)
+            pairs = want.reshape(self.m, -1, 2, reference.INTERLEAVE)
+            want = (pairs[:, :, 0] * reference.sigmoid(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(self.m, -1)
         return np.linalg.norm(bf16.to_float32(y) - want) / np.linalg.norm(want)
 
     def narrow(self, multiprocessors=2):

@@ -60,7 +60,7 @@ class CudaWeights:
         self = cls(specs)
         with device.Uploader() as uploader:
             for spec in specs:
-                uploader.upload(self.held[spec.key].array, spec.rows(tensors), progress, spec.turn)
+                uploader.upload(self.held[spec.key].array, spec.rows(tensors), progress, spec.interleave)
         return self
 
 
