@@ -19,7 +19,8 @@ from jev_kernels.gemm import (
     selection as gemm,  # noqa: E402
     wide,  # noqa: E402
 )
-from jev_kernels.gemm.cublaslt import Algorithm, Key, layout  # noqa: E402
+from jev_kernels.gemm.cublaslt import Algorithm  # noqa: E402
+from jev_kernels.gemm.problem import Key, layout  # noqa: E402
 from jev_kernels.runtime import (
     device,  # noqa: E402
     tensor_maps,  # noqa: E402

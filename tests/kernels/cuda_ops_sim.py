@@ -18,7 +18,7 @@ from jev.model.cuda_backbone import CudaBackbone
 from jev.model.ops.cuda import Buffers, CudaWeights
 from jev.model.weights import assemble, specs
 from jev_kernels import bf16
-from jev_kernels.gemm.cublaslt import layout
+from jev_kernels.gemm.problem import layout
 from jev_kernels.rowwise import silu
 from jev_kernels.runtime.device import ALIGNMENT, array_bytes  # noqa: F401  part of what ``device`` has
 
