@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jev_kernels.gdn import (
     hopper as hopper_gdn,  # noqa: E402
-    )
+)
 from jev_kernels.pool import RUNS  # noqa: E402
 from jev_kernels.runtime import device  # noqa: E402
 from tests.gpu.gdn_problem import Problem, capture, error, reference  # noqa: E402

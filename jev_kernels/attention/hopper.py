@@ -79,11 +79,12 @@ from jev_kernels.ptx import (
     uniform,
     void,
 )
+from jev_kernels.ptx.wgmma import K_MAJOR, SharedMatrix, Step, along_k, wgmma, wgmma_wait, zeros
 from jev_kernels.runtime import cubin, tensor_maps
 from jev_kernels.runtime.launch import Kernel, View
 
 if config.ENABLE_CUDASIM:
-    from jev_kernels.sim import tensor_cores as hw
+    from jev_kernels.sim import attention_steps as hw
 else:
     from jev_kernels.attention import hopper_steps as hw
 
@@ -115,11 +116,19 @@ def make_kernel(HQ: int, HK: int, CL: int = 1, gated: bool = True) -> Kernel:
     MASK = (1 << CL) - 1
     PACKED_BYTES = PACK * G * D * 2
     steps = hw.make_steps(BN, math.log2(math.e) / 16)
-    zero, first_state, qk, pv, mask, softmax, pack, rescale, inverses, finish = (steps[name] for name in (
-        "zero", "first_state", "qk", "pv", "mask", "softmax", "pack", "rescale", "inverses", "finish"))
+    first_state, mask, softmax, pack, rescale, inverses, finish = (steps[name] for name in (
+        "first_state", "mask", "softmax", "pack", "rescale", "inverses", "finish"))
     (sigmoids, more_sigmoids), (gated_finish, more_gated_finish) = steps["sigmoids"], steps["gated_finish"]
-    s_wait, s_wait_but_one, o_wait, o_wait_last, o_wait_gated = (steps[name] for name in (
-        "s_wait", "s_wait_but_one", "o_wait", "o_wait_last", "o_wait_gated"))
+    # Registers a thread of S and O, of P and of half the gates. S = Q K^T from shared memory, O += P V with P from registers
+    # and V contiguous along the head dim.
+    S, O, P, GATES = BN // 2, D // 2, BN // 4, D // 8
+    qk = wgmma("qk", "bf16", S, K_MAJOR, K_MAJOR, along_k(BN, SLABS, WG_ROWS * 128, SLAB), accumulate=False)
+    pv = wgmma("pv", "bf16", O, P, SharedMatrix(leading=SLAB, transposed=True),
+               [Step(D, a=4 * k, b=2048 * k) for k in range(BN // 16)])
+    zero = zeros("zero", O)
+    s_wait, s_wait_but_one = wgmma_wait("s_wait", 0, (S,)), wgmma_wait("s_wait_but_one", 1, (S,))
+    o_wait, o_wait_last, o_wait_gated = (wgmma_wait(name, 0, (O,), kept) for name, kept in (
+        ("o_wait", (P, S)), ("o_wait_last", (P,)), ("o_wait_gated", (P, GATES))))
     inline = cuda.jit(device=True, inline="always")
 
     @inline

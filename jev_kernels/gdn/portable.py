@@ -73,7 +73,7 @@ from jev_kernels.runtime.launch import Kernel, view
 
 D = 128                       # head dims, keys and values
 C = pool.CHUNK                # tokens of a chunk
-SLAB = 64                     # value columns of a CTA
+BV = 64                     # value columns of a CTA
 THREADS = 256
 LOG2E = 1.4426950408889634
 EPS = 1e-6
@@ -81,8 +81,8 @@ RANK = D ** -0.5
 FLOOR = -150.0                # log2 of a decay that is zero in float32: keeps -inf and huge sums out of c_i - c_j
 
 # Shared memory, in bytes. Row strides of 16 bytes more than a power of two spread ldmatrix over the banks.
-ROW, COLS = 2 * D + 16, 2 * SLAB + 16                  # strides of BF16 rows of 128 and of 64
-FROW = 4 * SLAB + 16                                   # stride of float32 rows of 64
+ROW, COLS = 2 * D + 16, 2 * BV + 16                  # strides of BF16 rows of 128 and of 64
+FROW = 4 * BV + 16                                   # stride of float32 rows of 64
 K_AT = 0                                               # k, and behind it q: BF16 [64, 128]
 S_AT = K_AT + 2 * C * ROW                              # S: BF16 [128 key, 64 value]
 Y_AT = S_AT + D * COLS                                 # right-hand side, then V': float32 [64, 64]
@@ -154,8 +154,8 @@ def load_gates(sm, tid, src, g, g_stride, beta, beta_stride, head):
 @cuda.jit(device=True, inline="always")
 def solve(sm, tid, live):
     """V' of (I + A) V' = Y in place of Y, by forward substitution in blocks of 16 tokens, as far as tokens go."""
-    col = i32(tid & (SLAB - 1))
-    group = i32(tid // SLAB)
+    col = i32(tid & (BV - 1))
+    group = i32(tid // BV)
     v = cuda.local.array(16, f32)
     for block in range((live + 15) >> 4):
         first = i32(block * 16)
@@ -177,13 +177,13 @@ def solve(sm, tid, live):
             for j in range(16):
                 x -= lds(a + j * 4) * v[j]
             sts(sm + Y_AT + row * FROW + col * 4, x)
-            row += i32(THREADS // SLAB)
+            row += i32(THREADS // BV)
         cuda.syncthreads()
 
 
 @cubin.factory
 def kernel(key_heads: int, value_heads: int) -> Kernel:
-    """The portable kernel. Grid: (128 / SLAB, value heads). Parameters: addresses and row strides in elements."""
+    """The portable kernel. Grid: (128 / BV, value heads). Parameters: addresses and row strides in elements."""
     group = value_heads // key_heads
     key_dim = key_heads * D
 
@@ -195,7 +195,7 @@ def kernel(key_heads: int, value_heads: int) -> Kernel:
         gg = i32((tid & 31) >> 2)                # row, and
         tt = i32(tid & 3)                        # ... pair of columns, of this lane in an 8 x 8 tile
         head = i32(cuda.blockIdx.y)
-        slab = i32(cuda.blockIdx.x) * SLAB
+        v_column = i32(cuda.blockIdx.x) * BV
         token = i32((warp & 3) * 16)             # the 16 tokens of this warp:
         of_q = warp >= 4                         # ... warps 0-3 multiply their k, warps 4-7 their q
         mine = sm + K_AT + (i32(C * ROW) if of_q else i32(0))
@@ -211,7 +211,7 @@ def kernel(key_heads: int, value_heads: int) -> Kernel:
             entry = runs + u64(run * 16)
             first = ldg_i32(entry)
             start = ldg_i32(entry + u64(8))
-            cell = u64((key + gg) * D + slab + tt * 2) * u64(4)           # of S, in its slot and head
+            cell = u64((key + gg) * D + v_column + tt * 2) * u64(4)           # of S, in its slot and head
             for n in range(8):
                 for half in range(2):
                     x = (f32(0), f32(0))
@@ -304,7 +304,7 @@ def kernel(key_heads: int, value_heads: int) -> Kernel:
                                 src = lds_i32(sm + ROWS_AT + row * 4)
                                 v = u32(0)
                                 if src >= 0:
-                                    column = u64(2 * key_dim + head * D + slab + j)
+                                    column = u64(2 * key_dim + head * D + v_column + j)
                                     v = u32(ldg_i32(qkv + (u64(src) * u64(stride) + column) * u64(2)))
                                 rate = lds(sm + BETA_AT + row * 4)
                                 decay = (f1 if half else f0) * ex2(c1 if half else c0)           # has beta in it
@@ -343,7 +343,7 @@ def kernel(key_heads: int, value_heads: int) -> Kernel:
                     for half in range(2):
                         row = ldg_i32(chunk_out_rows + u64((chunk * C + i0 + half * 8) * 4))
                         if row >= 0:
-                            at = o + (u64(row) * u64(o_stride) + u64(head * D + slab + tt * 2)) * u64(2)
+                            at = o + (u64(row) * u64(o_stride) + u64(head * D + v_column + tt * 2)) * u64(2)
                             for n in range(8):
                                 stg_u32(at + u64(n * 16), pack(prod[4 * n + 2 * half], prod[4 * n + 2 * half + 1]))
 
@@ -458,7 +458,7 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
                           room.address, told.address, multiprocessors(), pdl)
     else:
         kernel(key_heads, heads)(
-            stream, (D // SLAB, heads), x.address, x.strides[0], rates.address, rates.strides[0], betas.address,
+            stream, (D // BV, heads), x.address, x.strides[0], rates.address, rates.strides[0], betas.address,
             betas.strides[0], out.address, out.strides[0], number.address, rows.address, out_rows.address,
             slots.address, run_list.address, kept.address, pdl=pdl)
 

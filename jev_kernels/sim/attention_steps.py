@@ -1,13 +1,8 @@
-"""``hopper_attention_steps`` in plain Python, for the CUDA simulator: TMA boxes, wgmma tiles, the softmax between them.
+"""``attention.hopper_steps`` in plain Python, for the simulator: what happens in registers between products.
 
-Layouts are those of the hardware: boxes and key tiles lie in shared memory in the 128-byte swizzle, a tile in registers
-is an array of this thread's elements. A tile's product is taken at the wait that guarantees it, from what shared memory
-holds by then, so a slot that is overwritten too early shows. A box lands at once, which hides a missing wait. One block
-at a time: clusters are not simulated.
+A tile in registers is an array of this thread's elements, P an array of BF16 pairs in uint32.
 """
 from __future__ import annotations
-
-import threading
 
 import numpy as np
 
@@ -17,8 +12,6 @@ from jev_kernels.sim.simulator import READS, WRITES, collective as _collective, 
 from jev_kernels.sim.tma import load_3d, prefetch_tensormap, tma_load, tma_multicast  # noqa: F401
 
 D, SLABS, WG_ROWS = 256, 4, 64
-LANES = np.arange(32)
-G, T = LANES // 4, LANES % 4
 
 
 # ---------------------------------------------------------------- instructions
@@ -43,70 +36,8 @@ def copy_out(whether, source, to):
         stg_u32x4(to, _shared_bytes(source, 16, use=READS).view(np.uint32))
 
 
-# ---------------------------------------------------------------- register tiles
-def _tile(at, rows, first, count):
-    """Rows first .. of a swizzled tile [rows][4 slabs of 64] at a shared address, as float32 [count, 256]."""
-    at = int(at)
-    out = np.empty((count, SLABS, 8, 8), np.uint16)
-    r = np.arange(first, first + count)
-    for slab in range(SLABS):
-        start = at + slab * rows * 128
-        whole = _shared_bytes(start, rows * 128, 1024).view(np.uint16).reshape(rows, 8, 8)
-        for chunk in range(8):
-            out[:, slab, chunk] = whole[r, chunk ^ r & 7]
-    return bf16.to_float32(out.reshape(count, D))
-
-
-def _gather(registers, columns):
-    """[32][n] registers of the lanes -> the warp's [16, columns]."""
-    a = np.asarray(registers, np.float32).reshape(32, columns // 8, 2, 2)
-    out = np.empty((16, columns), np.float32)
-    for j in range(columns // 8):
-        for half in range(2):
-            for e in range(2):
-                out[G + 8 * half, 8 * j + 2 * T + e] = a[:, j, half, e]
-    return out
-
-
-def _scatter(tile):
-    """The warp's [16, columns] -> [32][n] registers of the lanes."""
-    columns = tile.shape[1]
-    a = np.empty((32, columns // 8, 2, 2), np.float32)
-    for j in range(columns // 8):
-        for half in range(2):
-            for e in range(2):
-                a[:, j, half, e] = tile[G + 8 * half, 8 * j + 2 * T + e]
-    return a.reshape(32, -1)
-
-
-def _warp_row():
-    """First row of this warp in its warpgroup's 64."""
-    return threading.current_thread().thread_id // 32 % 4 * 16
-
-
-def _begin_reads(*tiles):
-    """For the race detector: a product of this warp begins to read tiles, (at, rows, first, count) as ``_tile`` has them.
-
-    wgmma and the wait for it are instructions of a whole warp: its first lane stands for it.
-    """
-    me = threading.current_thread()
-    if me.block.races and me.thread_id % 32 == 0:
-        starts = [(int(at) + (slab * rows + first) * 128, count) for at, rows, first, count in tiles for slab in range(SLABS)]
-        cells = [np.arange(start // 2, start // 2 + count * 64) for start, count in starts]
-        races = me.block.races
-        races.begin_reads(races.products(me.number // 32), [me.number], np.concatenate(cells))
-
-
-def _end_reads(left):
-    """... and all but the ``left`` latest products have read."""
-    me = threading.current_thread()
-    if me.block.races and me.thread_id % 32 == 0:
-        races = me.block.races
-        races.end_reads(races.products(me.number // 32), [me.number], left)
-
-
 def make_steps(BN: int, scale_log2: float):
-    """See ``hopper_attention_steps.make_steps``. A started product is a tuple of what it will be made from."""
+    """See ``attention.hopper_steps.make_steps``."""
     scale = np.float32(scale_log2)
     row_of = np.arange(BN // 2) % 4 // 2                         # 0 for registers of row g, 1 for row g + 8
     out_row = np.arange(D // 2) % 4 // 2
@@ -127,34 +58,9 @@ def make_steps(BN: int, scale_log2: float):
             x = np.concatenate([x[:-1:2] + x[1::2], x[len(x) & ~1:]])
         return x[0]
 
-    def qk(q_at, k_at):
-        _begin_reads((q_at, WG_ROWS, 0, WG_ROWS), (k_at, BN, 0, BN))
-        return int(q_at), int(k_at)
-
-    def pv(o, p, v_at):
-        _begin_reads((v_at, BN, 0, BN))
-        return o, p, int(v_at)
-
-    def s_wait(s, left=0):
-        q_at, k_at = s
-        first = _warp_row()
-
-        def compute(_):
-            return list(_scatter(_tile(q_at, WG_ROWS, first, 16).astype(np.float64) @ _tile(k_at, BN, 0, BN).T))
-        s = _collective("S = Q K^T", None, compute)
-        _end_reads(left)
-        return s
-
-    def o_wait(o, *kept):
-        o, p, v_at = o
-
-        def compute(lanes):
-            probabilities = _gather([r[1] for r in lanes], BN)
-            product = probabilities.astype(np.float64) @ _tile(v_at, BN, 0, BN)
-            return list(_scatter(_gather([r[0] for r in lanes], D) + product))
-        o = _collective("O += P V", (o, p), compute)
-        _end_reads(0)
-        return o
+    def packed(s):
+        pairs = bf16.from_float32(s).astype(np.uint32).reshape(-1, 2)
+        return pairs[:, 0] | pairs[:, 1] << np.uint32(16)
 
     def mask(s, limit, limit8):
         column = np.arange(BN // 2) // 4 * 8 + np.arange(BN // 2) % 2
@@ -200,11 +106,8 @@ def make_steps(BN: int, scale_log2: float):
 
     whole, halves = slice(0, D // 2), (slice(0, D // 4), slice(D // 4, D // 2))
     return {
-        "zero": lambda: np.zeros(D // 2, np.float32),
         "first_state": lambda: np.array([-np.inf] * 2 + [0.0] * 4, np.float32),
-        "qk": qk, "s_wait": s_wait, "s_wait_but_one": lambda s: s_wait(s, 1),
-        "pv": pv, "o_wait": o_wait, "o_wait_last": o_wait, "o_wait_gated": o_wait,
-        "mask": mask, "softmax": softmax, "pack": lambda s: bf16.to_float32(bf16.from_float32(s)),
+        "mask": mask, "softmax": softmax, "pack": packed,
         "rescale": lambda o, state: o * state[4:6][out_row],
         "inverses": lambda state: np.float32(1) / quad("row sum", state[2:4], np.add),
         "sigmoids": tuple(lambda at, row7, half, part=part: sigmoids(part, at, row7, half) for part in range(2)),
