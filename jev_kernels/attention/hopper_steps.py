@@ -24,7 +24,7 @@ from numba.cuda.extending import intrinsic
 from jev_kernels.ptx.device import LL, f32, i32, prefetch_tensormap, ptx, tma_load, tma_multicast, u64, void  # noqa: F401
 
 D = 256                     # head dim
-SLABS = D // 64             # a 128B-swizzled shared tile is a row of slabs [rows][64 columns = 128 bytes]
+PANELS = D // 64            # a 128B-swizzled shared tile is a row of panels [rows][64 columns = 128 bytes]
 WG_ROWS = 64                # query rows of a warpgroup
 F32, I32 = LL[f32], LL[i32]
 
@@ -113,7 +113,8 @@ def _over_quad(b, op, x):
 
 
 def make_steps(BN: int, scale_log2: float) -> dict:
-    """The steps between products, for key tiles of BN rows; scores are multiplied by scale_log2 and exponentials are powers of two."""
+    """The steps between products, for key tiles of BN rows; scores are multiplied by scale_log2 and exponentials are powers of
+    two."""
     NS, NO, NP = BN // 2, D // 2, BN // 4
     S, O, P, R, G = (types.UniTuple(f32, NS), types.UniTuple(f32, NO), types.UniTuple(i32, NP), types.UniTuple(f32, 6),
                      types.UniTuple(i32, NO // 4))
@@ -179,7 +180,7 @@ def make_steps(BN: int, scale_log2: float) -> dict:
         return O(O, R), codegen
 
     def chunk(b, at, row7, half, pair):
-        """This lane's address for the pair'th 16 columns of a swizzled [64 rows][4 slabs of 64] tile."""
+        """This lane's address for the pair'th 16 columns of a swizzled [64 rows][4 panels of 64] tile."""
         spot = b.xor(b.or_(_int(pair % 4 * 2), half), row7)
         return b.add(at, b.add(b.shl(spot, _int(4)), _int(pair // 4 * WG_ROWS * 128)))
 

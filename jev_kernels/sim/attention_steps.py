@@ -11,7 +11,7 @@ from jev_kernels.sim.ptx import ballot, ldsm, stg_u32x4
 from jev_kernels.sim.simulator import READS, WRITES, collective as _collective, shared_bytes as _shared_bytes
 from jev_kernels.sim.tma import load_3d, prefetch_tensormap, tma_load, tma_multicast  # noqa: F401
 
-D, SLABS, WG_ROWS = 256, 4, 64
+D, PANELS, WG_ROWS = 256, 4, 64
 
 
 # ---------------------------------------------------------------- instructions

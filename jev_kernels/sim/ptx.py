@@ -255,7 +255,7 @@ tma_prefetch, tma_store, tma_store_wait = map(_absent, ("tma_prefetch", "tma_sto
 
 # ---------------------------------------------------------------- warps
 def uniform(x): return _collective("uniform", x, lambda values: [values[0]] * WARP)
-def pick(x, lane): return _shuffle("pick", x, lane, lambda me, n: n % WARP)
+def shfl_idx_i32(x, lane): return _shuffle("shfl_idx_i32", x, lane, lambda me, n: n % WARP)
 def shfl_xor(x, mask): return _shuffle("shfl_xor", np.float32(x), mask, lambda me, n: me ^ n)
 def shfl_idx(x, lane): return _shuffle("shfl_idx", np.float32(x), lane, lambda me, n: n % WARP)
 def shfl_up(x, n): return _shuffle("shfl_up", np.float32(x), n, lambda me, n: me - n if me >= n else me)
