@@ -16,8 +16,8 @@ import time
 
 from numba.cuda import types
 
-from jev_kernels.gemm.cublaslt import Key
 from jev_kernels.gemm.narrow import MAX_ROWS
+from jev_kernels.gemm.problem import Key
 from jev_kernels.gemm.selection import OWN, WIDE, Gemm
 from jev_kernels.gemm.trials import RANDOM
 from jev_kernels.ptx import pdl_launch, pdl_wait, ptx

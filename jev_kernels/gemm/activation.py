@@ -32,8 +32,7 @@ def activate_and_store(a, b, c, d, upper, at, live):
 
 
 def make_store(columns: int):
-    """store(acc, upper, at, left) for 64 tokens x ``columns`` weights held as hopper_gemm does: registers 4j, 4j+1 are
-    row g, weights 8j + 2t and 8j + 2t + 1 (g = lane / 4, t = lane % 4), 4j+2, 4j+3 row g + 8.
+    """store(acc, upper, at, left) for a float32 tile [64 tokens, ``columns`` weights] of a warpgroup (``ptx.fragments``).
 
     upper: t > 1. at: where this lane's first two results go, those of its row (g + 8 if upper) and of the columns
     2 (t % 2) and one more; the next ones come four columns on. left: columns of y from the first one of the tile on, 0 in
@@ -46,8 +45,8 @@ def make_store(columns: int):
 
 
 def make_activation(tokens: int):
-    """activation(acc, upper) -> results of 64 weights x ``tokens`` tokens held as hopper_gemm_wide does: registers 4j,
-    4j+1 are weight g, tokens 8j + 2t and 8j + 2t + 1, 4j+2, 4j+3 weight g + 8. upper: g > 3.
+    """activation(acc, upper) -> results of a float32 tile [64 weights, ``tokens`` tokens] of a warpgroup
+    (``ptx.fragments``). upper: g > 3.
 
     Result j is that of column g of the warp's eight, tokens 8j + 2t and 8j + 2t + 1, packed.
     """

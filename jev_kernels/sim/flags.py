@@ -47,7 +47,8 @@ def load(address) -> int:
 def await_at_least(address, value):
     """ld.acquire again and again until the word is not below ``value``."""
     me = threading.current_thread()
-    me.block.wait(me, lambda: _word(address).value >= int(value), f"a flag in device memory at {int(address):#x} that nobody raises")
+    me.block.wait(me, lambda: _word(address).value >= int(value),
+                  f"a flag in device memory at {int(address):#x} that nobody raises")
     load(address)
 
 

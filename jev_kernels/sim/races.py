@@ -291,8 +291,9 @@ class DeviceMemory:
             for number in set(numbers.tolist()):
                 other = self.accesses[number]
                 if other is not None and not self._seen(clock, other, access.proxied and does == "writes"):
-                    raise Race(f"{name} {'writes' if write else 'reads'} device memory at {address:#x} that actor {other.actor} "
-                               f"of cluster {other.cluster} {does}" + ("" if other.launch == self.launch else ", an earlier launch"))
+                    earlier = "" if other.launch == self.launch else ", an earlier launch"
+                    raise Race(f"{name} {'writes' if write else 'reads'} device memory at {address:#x} that actor {other.actor} of "
+                               f"cluster {other.cluster} {does}{earlier}")
         number = self.numbers.get(access)
         if number is None:
             number = self.numbers[access] = len(self.accesses)

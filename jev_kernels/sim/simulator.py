@@ -215,7 +215,8 @@ class _Cluster:
             self.finished.release()
             return
         if self.error is None:
-            for meetings, key, live in ((me.block.meetings, "syncthreads", me.block.live), (self.meetings, "cluster", self.live)):
+            for meetings, key, live in ((me.block.meetings, "syncthreads", me.block.live),
+                                        (self.meetings, "cluster", self.live)):
                 if live and len(meetings.get(key, ())) == live:             # threads that have left do not count
                     self._close(meetings, key, None, None)
             thread = self._next()
@@ -383,7 +384,8 @@ def check_global(address, size, use=None, alignment=None) -> None:
             me = threading.current_thread()
             races = use and getattr(me, "block", None) and me.block.races
             if races:
-                races.access_device(me.number, (low, high), address, size, use in (WRITES, COPIED_TO), use in (COPIED_FROM, COPIED_TO))
+                races.access_device(me.number, (low, high), address, size, use in (WRITES, COPIED_TO),
+                                    use in (COPIED_FROM, COPIED_TO))
             return
     raise IndexError(f"global access of {size} bytes at {address:#x}: in no array given to launch or address()")
 

@@ -26,7 +26,8 @@ from jev_kernels.sim.simulator import (
 
 # ---------------------------------------------------------------- tensor maps
 def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
-    """See ``runtime.tensor_maps.encode``; a made-up descriptor of 128 bytes: address, number of dimensions, dims, strides, box."""
+    """See ``runtime.tensor_maps.encode``; a made-up descriptor of 128 bytes: address, number of dimensions, dims, strides,
+    box."""
     fields = np.zeros(16, np.int64)
     fields[:2] = pointer, len(dims)
     fields[2:2 + len(dims)], fields[5:5 + len(strides)], fields[8:8 + len(box)] = dims, strides, box
@@ -50,7 +51,8 @@ class _Box:
         fields = np.frombuffer((ctypes.c_char * 128).from_address(int(tensor_map)), np.int64)
         n = int(fields[1])
         self.address, self.starts = int(fields[0]), [int(s) for s in starts]
-        self.dims, self.strides, self.box = ([int(x) for x in part] for part in (fields[2:2 + n], fields[5:4 + n], fields[8:8 + n]))
+        self.dims, self.strides, self.box = ([int(x) for x in part] for part in (
+            fields[2:2 + n], fields[5:4 + n], fields[8:8 + n]))
         self.row_bytes = 2 * self.box[0]
         self.swizzle = {128: 7, 64: 3}[self.row_bytes]             # by these bits of a 128-byte line's number
         self.nbytes = self.row_bytes * int(np.prod(self.box[1:]))

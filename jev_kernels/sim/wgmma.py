@@ -78,7 +78,8 @@ def tile_registers(values: np.ndarray) -> np.ndarray:
 
 
 def _in_flight(thread) -> collections.deque:
-    """A thread's groups: (group, its array or None, what that will hold, (registers of the operand, what they held) or None)."""
+    """A thread's groups: (group, its array or None, what that will hold, (registers of the operand, what they held) or
+    None)."""
     if not hasattr(thread, "wgmma_groups"):
         thread.wgmma_groups = collections.deque()
     return thread.wgmma_groups
@@ -114,7 +115,8 @@ def wgmma(name, dtype, d, a, b, steps, accumulate, in_place, wait):
             else:
                 read.append(matrix_cells((a_at & ADDRESS_BITS) + step.a, 64, a))
                 x = to_float(dtype, memory[read[-1]]).T
-            part, product = slice(step.d, step.d + step.n // 2), tile_registers(x.astype(np.float64) @ to_float(dtype, memory[b_cells]))
+            part = slice(step.d, step.d + step.n // 2)
+            product = tile_registers(x.astype(np.float64) @ to_float(dtype, memory[b_cells]))
             values[:, part] = values[:, part] + product if accumulate or step.d in written else product
             written.add(step.d)
         read = np.unique(np.concatenate([cells.reshape(-1) for cells in read]))
@@ -126,10 +128,11 @@ def wgmma(name, dtype, d, a, b, steps, accumulate, in_place, wait):
                 tile[:d] = np.nan
             started[thread] = None if in_place else Started(mine)
         block = by_thread[0][0].block
-        if block.races:
+        races = block.races
+        if races:
             for warp in range(4):
                 numbers = [thread.number for thread, _ in by_thread[32 * warp:32 * warp + 32]]
-                block.races.begin_reads(block.races.products(numbers[0] // 32), numbers, read + block.rank * block.races.block_cells)
+                races.begin_reads(races.products(numbers[0] // 32), numbers, read + block.rank * races.block_cells)
         return [started[thread] for thread, _ in members]
 
     def product(*given):

@@ -21,7 +21,7 @@ from jev_kernels import bf16
 from jev_kernels.attention import portable as attention
 from jev_kernels.gdn import conv as gdn_conv
 from jev_kernels.rowwise import embed, rms_norm, rope, silu
-from tests.kernels import test_attention, test_gdn
+from tests.kernels import test_attention, test_gdn, test_gemm
 from tests.kernels.checks import EPS, Matrix, counts, index, output, wide
 
 Outputs = Iterator[np.ndarray]
@@ -200,6 +200,26 @@ def attention_hopper_ungated() -> Outputs:
     yield from attend("hopper", test_attention.tokens(9, shared=160), 3, gated=False)
 
 
+# ---------------------------------------------------------------- matrix products
+def product(run: Callable, m: int, n: int, k: int) -> Outputs:
+    """A product and its activation. Values of many magnitudes: no sum is exact in float32."""
+    for gated in (False, True):
+        problem, inputs = test_gemm.Problem(m, n, k, gated), Inputs(10)
+        problem.x[:m, 16:16 + k], problem.w = inputs.spread(m, k), inputs.spread(n, k)
+        yield run(problem)
+
+
+def gemm_narrow() -> Outputs:
+    """Two blocks that share weights; and one for each half of them, with two warpgroups."""
+    yield from product(test_gemm.Problem.narrow, 37, 48, 256)
+    yield from product(test_gemm.Problem.narrow, 70, 208, 128)
+
+
+def gemm_wide() -> Outputs:
+    """Two tiles of tokens, a last chunk of 16; two columns of weights for two clusters."""
+    yield from product(test_gemm.Problem.wide, 140, 272, 128)
+
+
 CASES: dict[str, Callable[[], Outputs]] = {case.__name__: case for case in (
     embed_rows, norms, huge_norm, gated_norm, activation, norm_and_rope, convolution, delta_rule_portable, delta_rule_hopper,
-    delta_rule_hopper_alone, attention_portable, attention_hopper, attention_hopper_ungated)}
+    delta_rule_hopper_alone, attention_portable, attention_hopper, attention_hopper_ungated, gemm_narrow, gemm_wide)}

@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels.gemm import activation as hopper_gemm_gated
+from jev_kernels.gemm import activation
 from jev_kernels.rowwise import silu
 from jev_kernels.runtime.launch import Kernel
 from tests.kernels import checks
@@ -39,7 +39,7 @@ def test_gates_where_exp_leaves_float32():
 
 def activate_kernel(sums, out, distance):
     lane = cuda.threadIdx.x
-    out[lane, 0] = hopper_gemm_gated.activate(sums[lane, 0], sums[lane, 1], sums[lane, 2], sums[lane, 3],
+    out[lane, 0] = activation.activate(sums[lane, 0], sums[lane, 1], sums[lane, 2], sums[lane, 3],
                                               (lane & distance) != 0, distance)
 
 
