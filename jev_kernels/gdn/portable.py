@@ -14,7 +14,7 @@ from the state its run has reached, and it writes only the rows that its branch 
 which change nothing above them, so the bits of a row depend on its prefix alone, and on nothing else in the pool. (As
 long as values are finite, here and in attention: later rows of a chunk count 0 times, and 0 x NaN is NaN.)
 
-``gated_delta_rule`` launches the kernel below, or ``hopper_gdn`` on compute capability 9.0. The kernel below runs on
+``gated_delta_rule`` launches the kernel below, or those of ``gdn.hopper`` on compute capability 9.0. The kernel below runs on
 any GPU from sm_80 and in the simulator: a CTA per (value head, 64 value columns) walks all runs in their order, parents
 first, so states are stored and read back by the thread that owns them and nobody waits for anybody.
 

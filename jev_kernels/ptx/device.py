@@ -27,7 +27,7 @@ def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
 
     ret and each of args is a scalar type or a (type, n) pair: n registers, a tuple in Python. Operands are numbered
     results first. Numba casts arguments to ``args`` by itself. sim: a Python function that stands for the instruction
-    under the simulator, which uses ``ptx_sim.ptx`` in place of this. since: the first compute capability that has it;
+    under the simulator, which uses ``sim.ptx.ptx`` in place of this. since: the first compute capability that has it;
     a statement without a result is left out below (the hints of programmatic dependent launch, on sm_80).
     """
     def flat(t):
@@ -257,7 +257,7 @@ fence_global = ptx("fence_global", void, (), "fence.proxy.async.global;", "", si
 
 # ---------------------------------------------------------------- warps, barriers, registers, dependent launches
 uniform = ptx("uniform", i32, (i32,), "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r")   # so ptxas knows it
-shfl_idx_i32 = ptx("shfl_idx_i32", i32, (i32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")   # (value, lane)
+shfl_idx_i32 = ptx("shfl_idx_i32", i32, (i32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")
 shfl_xor = ptx("shfl_xor", f32, (f32, i32), "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
 shfl_idx = ptx("shfl_idx", f32, (f32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
 shfl_up = ptx("shfl_up", f32, (f32, i32), "shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "=f,f,r")  # own below lane n

@@ -201,10 +201,10 @@ class Kernel:
         and waits for it where it says ``pdl_wait``. Rules that make a chain of such kernels safe:
 
           - What an earlier kernel writes is read, and anything is written, behind ``pdl_wait``. Weights, tables and a
-            forward pass's metadata may be read before. (``hopper_gdn_flags`` tells of the one exception.)
+            forward pass's metadata may be read before. (``gdn.flags`` tells of the one exception.)
           - ``pdl_launch``, which lets the next kernel start, comes first, in kernels with barriers right behind their
             initialisation: blocks that wait take nothing from those that work, and the next GEMM has its weights on the
-            way when its input is ready. ``hopper_gdn_prepare`` says it behind its wait, and why.
+            way when its input is ready. ``gdn.prepare`` says it behind its wait, and why.
           - So kernels further on may be there as well. They see everything, because each waits for its predecessor's end,
             which has waited for its own: in every launch at least one thread must reach ``pdl_wait``. Those without a
             live row leave before; hence every pool has a row.
