@@ -450,12 +450,12 @@ def gated_delta_rule(stream, qkv, g, beta, o, counts, chunk_rows, chunk_out_rows
         room = view("scratch", scratch, np.uint8, None)
         if room.shape[0] < need or room.address % 16:
             raise ValueError(f"scratch must be {need} bytes, 16-byte aligned, not {room.shape[0]} at {room.address:#x}")
-        told = view("progress", progress, np.uint32, None)
+        announced = view("progress", progress, np.uint32, None)
         need = hopper_gdn.progress_entries(chunks, heads)
-        if told.shape[0] < need:
-            raise ValueError(f"progress must have {need} entries, not {told.shape[0]}")
+        if announced.shape[0] < need:
+            raise ValueError(f"progress must have {need} entries, not {announced.shape[0]}")
         hopper_gdn.launch(stream, key_heads, x, rates, betas, out, number, rows, out_rows, slots, run_list, kept,
-                          room.address, told.address, multiprocessors(), pdl)
+                          room.address, announced.address, multiprocessors(), pdl)
     else:
         kernel(key_heads, heads)(
             stream, (D // BV, heads), x.address, x.strides[0], rates.address, rates.strides[0], betas.address,
