@@ -11,7 +11,7 @@ from numba import cuda
 from numba.cuda.core import config
 
 if config.ENABLE_CUDASIM:
-    pytest.skip("tensor maps and wgmma are not simulated", allow_module_level=True)
+    pytest.skip("no kernel runs here: not under NUMBA_ENABLE_CUDASIM", allow_module_level=True)
 
 from jev.model import weights  # noqa: E402
 from jev_kernels.gemm import (

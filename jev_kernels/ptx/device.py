@@ -233,10 +233,6 @@ tma_load = ptx("tma_load", void, (i32, u64, i32, i32, i32, u64),
 tma_multicast = ptx("tma_multicast", void, (i32, u64, i32, i32, i32, u16, u64),         # ... mask of CTAs, policy
                     _TMA + ".multicast::cluster.L2::cache_hint [$0], [$1, {$2, $3}], [$4], $5, $6;",
                     "r,l,r,r,r,h,l")
-tma_prefetch = ptx("tma_prefetch", void, (u64, i32, i32),          # a box into L2
-                   "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [$0, {$1, $2}];", "l,r,r")
-tma_store = ptx("tma_store", void, (i32, u64, i32, i32),
-                "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$1, {$2, $3}], [$0];", "r,l,r,r")
 # (whether, map, column, row, from): a box as a group of its own
 tma_store_if = ptx("tma_store_if", void, (i32, u64, i32, i32, i32),
                    "{ .reg .pred p; setp.ne.s32 p, $0, 0;"
@@ -248,8 +244,6 @@ tma_stores_read_if = ptx("tma_stores_read_if", void, (i32,),
 tma_stores_read_but_one_if = ptx("tma_stores_read_but_one_if", void, (i32,),
                                  "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read 1; }", "r")
 tma_stores_done = ptx("tma_stores_done", void, (), "cp.async.bulk.wait_group 0;", "")
-tma_store_wait = ptx("tma_store_wait", void, (),
-                     "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;", "")
 bulk = ptx("bulk", void, (i32, u64, i32, i32),                     # (dst, src, bytes, barrier): contiguous
            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "r,l,r,r")
 fence_async = ptx("fence_async", void, (), "fence.proxy.async.shared::cta;", "")   # ordinary accesses <-> TMA, wgmma

@@ -250,9 +250,6 @@ def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
     return sim or _absent(name)
 
 
-tma_prefetch, tma_store, tma_store_wait = map(_absent, ("tma_prefetch", "tma_store", "tma_store_wait"))
-
-
 # ---------------------------------------------------------------- warps
 def uniform(x): return _collective("uniform", x, lambda values: [values[0]] * WARP)
 def shfl_idx_i32(x, lane): return _shuffle("shfl_idx_i32", x, lane, lambda me, n: n % WARP)

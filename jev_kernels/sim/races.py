@@ -14,7 +14,7 @@ synchronization, or a GPU may do them in either order. Order is what PTX promise
                      at. Boxes stored by TMA are read from their issue to the wait for their group
     wgmma            reads shared memory from its issue, which is the whole warp's, to the wait that covers it
     launches         what one has written is there for the next, or, under programmatic dependent launch, behind pdl_wait,
-                     and for threads that one of these has told (by a barrier, a flag, a copy that it has issued)
+                     and for threads that are behind one of these (by a barrier, a flag, a copy that it has issued)
     proxies          what ordinary instructions and cp.async have written (the generic proxy) is there for bulk copies, TMA
                      and wgmma (the async proxy) when a proxy fence for that memory lies between, on either side
 
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-CELL = 2                                     # bytes that are told apart
+CELL = 2                                     # bytes: accesses of the same cell are of the same place
 IN_FLIGHT = np.uint16(0xFFFF)                # of a read by hardware: later than any release
 SEEN, IN_SHARED, IN_GLOBAL = range(3)        # rows of a clock: by ordinary accesses; by the async proxy, in either memory
 

@@ -75,7 +75,7 @@ class _Box:
 
 
 def _load_box(dst, tensor_map, starts, barrier, ranks):
-    """A box into the shared memory of the blocks ``ranks``, at the same offset, each told by its own barrier."""
+    """A box into the shared memory of the blocks ``ranks``, at the same offset; its bytes complete at the barrier of each."""
     box = _Box(tensor_map, starts)
     image = np.zeros(box.nbytes, np.uint8)
     for places, (address, inside) in zip(box.places(split_shared(dst)[1]), box.rows()):
