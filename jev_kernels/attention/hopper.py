@@ -38,6 +38,9 @@ zeros, because 0 x NaN would not be 0. So no row outside the path is ever an ope
 Rings, per slot of K and of V
     full = "the tile is there": one arrival by the producer, and for a box the announced bytes
     free = "everybody has read it": one arrival per consumer warp of every CTA of the cluster
+
+The producer's waits trap after some seconds. Consumers have no register to spare for a clock (64 bytes of spills) and wait
+without a limit, covered by the producer: it waits for every slot that they release and, at the end, for their last output.
 """
 from __future__ import annotations
 

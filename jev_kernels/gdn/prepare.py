@@ -43,6 +43,7 @@ from jev_kernels.ptx import (
     div_u32,
     ex2,
     f32,
+    generated,
     high16,
     i32,
     ldg,
@@ -124,9 +125,7 @@ def make_solve16():
             code.append(f" t = lds4(a + {i * 64 + m * 4})")
             code += [f" x{i} -= t[{e}] * x{m + e}" for e in range(min(4, i - m))]
     code.append(" return (" + ", ".join(f"x{i}" for i in range(16)) + ")")
-    scope = {"f32": f32, "lds4": lds4}
-    exec("\n".join(code), scope)
-    return cuda.jit(device=True, inline="always")(scope["solve16"])
+    return cuda.jit(device=True, inline="always")(generated.function("\n".join(code) + "\n", f32=f32, lds4=lds4))
 
 
 solve16 = make_solve16()
@@ -253,6 +252,209 @@ def make_prepare(HK: int, HV: int):
         first = i32(item * at_once - chunk * HV)
         return chunk if item < items else i32(-1), first
 
+    @cuda.jit(device=True, inline="always")
+    def sum_decays(sm, warp, lane, at_once, gates, workspaces, chunk, first, chunk_slots, flags):
+        """Running sums of g over the chunk, and beta, by a warp for each head; the others zero what the scan needs zeroed."""
+        if warp < at_once:
+            s = gates[0] + gates[1]
+            for shift in range(5):
+                o = cuda.shfl_up_sync(0xffffffff, s, 1 << shift)
+                if lane >= (1 << shift):
+                    s += o
+            before = cuda.shfl_up_sync(0xffffffff, s, 1)
+            if lane == 0:
+                before = f32(0)
+            head = sm + SHARED.heads + warp * HEAD_BYTES
+            sts2(head + HEAD.cumulative + lane * 8, before + gates[0], s)
+            sts2(head + HEAD.beta + lane * 8, gates[2], gates[3])
+        else:
+            # the two zero blocks of each tile, and the flags of the state stored after this chunk
+            for z in range(warp - at_once, 4 * at_once, 8 - at_once):
+                at = workspaces + u64((z >> 2) * WORKSPACE_BYTES + ((z >> 1) & 1) * TRIANGLE_BYTES + (z & 1) * 4096 + 1024
+                                      + lane * 16)
+                stg_u32x4(at, (u32(0), u32(0), u32(0), u32(0)))
+            if warp == 7 and lane < V_BLOCKS * at_once:
+                slot = ldg_i32(chunk_slots + u64(chunk * 4))
+                if slot >= 0:
+                    stg_u32(flags + u64(((slot * HV + first) * V_BLOCKS + lane) * 4), u32(0))
+
+    @cuda.jit(device=True, inline="always")
+    def multiply_rows(sm, acc, warp, lane, gg, tt):
+        """k k^T (warps 0-3) and q k^T (warps 4-7): 16 rows a warp, columns up to the diagonal block; norms of the rows.
+
+        The operands are the BF16 inputs themselves: products are exact, normalisation comes after. Returns the warp's strip of
+        rows, this lane's first row, and the factors of its two rows.
+        """
+        for e in range(32):
+            acc[e] = f32(0)
+        strip = i32(warp & 3) if warp < 4 else i32(7 - warp)        # a scheduler gets a long and a short one
+        # a piece is at (piece ^ row) << 4 of its row, and rows are 128-byte aligned: the k16 step flips two bits
+        row7 = i32(lane & 7)
+        a_at = sm + (warp >> 2) * Q_BEHIND_K + (strip * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ row7) << 4)
+        b_at = sm + (row7 + ((lane >> 4) << 3)) * 128 + ((((lane >> 3) & 1) ^ row7) << 4)
+        # own: sums of squares, on the diagonal of this strip's product with itself, in the lane with tt = gg / 2
+        own = cuda.local.array(8, f32)
+        clear(own)
+        own_at = b_at + (warp >> 2) * Q_BEHIND_K + strip * 2048
+        if strip == 0:
+            strip_product(acc, own, 1, a_at, b_at, own_at)
+        elif strip == 1:
+            strip_product(acc, own, 2, a_at, b_at, own_at)
+        elif strip == 2:
+            strip_product(acc, own, 3, a_at, b_at, own_at)
+        else:
+            strip_product(acc, own, 4, a_at, b_at, own_at)
+        n0 = own[1] if gg & 1 else own[0]
+        n1 = own[7] if gg & 1 else own[6]
+        n0 = cuda.shfl_sync(0xffffffff, n0, (lane & 28) | (gg >> 1))
+        n1 = cuda.shfl_sync(0xffffffff, n1, (lane & 28) | (gg >> 1))
+        n0 = rsqrt(n0 + f32(EPS))
+        n1 = rsqrt(n1 + f32(EPS))
+        i0 = i32(strip * 16 + gg)
+        if warp >= 4:
+            n0 *= f32(SM_SCALE)
+            n1 *= f32(SM_SCALE)
+        if tt == 0:
+            norms = sm + SHARED.rk + (warp >> 2) * 256
+            sts(norms + i0 * 4, n0)
+            sts(norms + i0 * 4 + 32, n1)
+        return strip, i0, n0, n1
+
+    @cuda.jit(device=True, inline="always")
+    def apply_decays(sm, acc, warp, lane, gg, tt, strip, i0, at_once, workspaces):
+        """A (warps 0-3) into shared memory, A_qk (warps 4-7) into the workspace.
+
+        Left of the diagonal block 2^(c_i - c_j) = 2^(c_i - c_m) 2^(c_m - c_j), m the token before the strip: both at most 1,
+        and few of them.
+        """
+        for h in range(at_once):
+            head = sm + SHARED.heads + h * HEAD_BYTES
+            c0 = lds(head + HEAD.cumulative + i0 * 4)
+            c1 = lds(head + HEAD.cumulative + i0 * 4 + 32)
+            cm = lds(head + HEAD.cumulative + max(i32(strip * 16 - 1), i32(0)) * 4)
+            f0 = f32(1)
+            f1 = f32(1)
+            if warp < 4:
+                f0 = lds(head + HEAD.beta + i0 * 4)
+                f1 = lds(head + HEAD.beta + i0 * 4 + 32)
+            e0 = f0 * ex2(c0 - cm)
+            e1 = f1 * ex2(c1 - cm)
+            tile = workspaces + u64(h * WORKSPACE_BYTES + WORKSPACE.a_qk + lane * 4)
+            for n in range(8):
+                if (n >> 1) < strip:
+                    cj = lds2(head + HEAD.cumulative + (n * 8 + tt * 2) * 4)
+                    z0 = ex2(cm - cj[0])
+                    z1 = ex2(cm - cj[1])
+                    x0 = pack16(acc[4 * n] * e0 * z0, acc[4 * n + 1] * e0 * z1)
+                    x1 = pack16(acc[4 * n + 2] * e1 * z0, acc[4 * n + 3] * e1 * z1)
+                    at = block_at(strip, n >> 1) + (n & 1) * 128
+                    if warp < 4:
+                        sts_u32(head + HEAD.blocks + at + lane * 4, x0)
+                        sts_u32(head + HEAD.blocks + at + lane * 4 + 256, x1)
+                    else:
+                        stg_u32(tile + u64(at), x0)
+                        stg_u32(tile + u64(at + 256), x1)
+                elif (n >> 1) == strip:
+                    j = i32((n & 1) * 8 + tt * 2)                    # inside the block
+                    cj = lds2(head + HEAD.cumulative + (n * 8 + tt * 2) * 4)
+                    i = gg if warp < 4 else i32(gg + 1)              # A_qk keeps the diagonal
+                    x0 = acc[4 * n] * f0 * ex2(c0 - cj[0]) if j < i else f32(0)
+                    x1 = acc[4 * n + 1] * f0 * ex2(c0 - cj[1]) if j + 1 < i else f32(0)
+                    x2 = acc[4 * n + 2] * f1 * ex2(c1 - cj[0]) if j < i + 8 else f32(0)
+                    x3 = acc[4 * n + 3] * f1 * ex2(c1 - cj[1]) if j + 1 < i + 8 else f32(0)
+                    if warp < 4:
+                        to = head + HEAD.diagonal + strip * DIAGONAL_STRIDE + gg * 64 + j * 4
+                        sts2(to, x0, x1)
+                        sts2(to + 512, x2, x3)
+                    else:
+                        out = tile + u64(block_at(strip, strip) + (n & 1) * 128)
+                        stg_u32(out, pack16(x0, x1))
+                        stg_u32(out + u64(256), pack16(x2, x3))
+
+    @cuda.jit(device=True, inline="always")
+    def store_scales(sm, tid, at_once, workspaces):
+        """The factors of rows, a thread for each token and head."""
+        if tid < at_once * 64:
+            h = i32(tid >> 6)
+            i = i32(tid & 63)
+            head = sm + SHARED.heads + h * HEAD_BYTES
+            ci = lds(head + HEAD.cumulative + i * 4)
+            last = lds(head + HEAD.cumulative + 63 * 4)
+            out = workspaces + u64(h * WORKSPACE_BYTES + i * 4)
+            rk = lds(sm + SHARED.rk + i * 4)
+            stg(out + u64(WORKSPACE.k_scale), -rk * ex2(ci))
+            stg(out + u64(WORKSPACE.q_scale), lds(sm + SHARED.rq + i * 4) * ex2(ci))
+            stg(out + u64(WORKSPACE.v_scale), rk * ex2(last - ci))
+            if i == 63:
+                stg(workspaces + u64(h * WORKSPACE_BYTES + WORKSPACE.decay), ex2(last))
+
+    @cuda.jit(device=True, inline="always")
+    def invert_diagonal(sm, warp, lane, at_once):
+        """The inverses D_i of the 16 x 16 diagonal blocks of I + A, in float32: a thread solves one column."""
+        if warp < 2 * at_once:
+            head = sm + SHARED.heads + (warp >> 1) * HEAD_BYTES
+            blk = i32((warp & 1) * 2 + (lane >> 4))
+            col = i32(lane & 15)
+            x = solve16(head + HEAD.diagonal + blk * DIAGONAL_STRIDE, col)
+            at = head + HEAD.inverses + blk * 512 + (col >> 3) * 128 + (col & 7) * 2
+            for i in range(16):
+                sts_lo16(at + (i >> 3) * 256 + (i & 7) * 16, pack16(x[i], f32(0)))
+
+    @cuda.jit(device=True, inline="always")
+    def invert_blocks(sm, warp, lane, gg, tt, at_once, workspaces):
+        """A_inv (here T) by block columns, transposed: T_ij^T = -(sum_l T_lj^T A_il^T) D_i^T; times beta, to the workspace."""
+        if warp < 2 * at_once:
+            h = i32(warp if warp < at_once else warp - at_once)
+            head = sm + SHARED.heads + h * HEAD_BYTES
+            tile = workspaces + u64(h * WORKSPACE_BYTES + WORKSPACE.a_inv + lane * 4)
+            off = head + HEAD.blocks + lane * 16
+            inv = head + HEAD.inverses + lane * 16
+            t = cuda.local.array(8, f32)
+            clear(t)
+            if warp < at_once:                                    # column 0
+                b0 = lds(head + HEAD.beta + gg * 4)
+                b1 = lds(head + HEAD.beta + gg * 4 + 32)
+                t0 = ldsm_t(inv)
+                block_mma(t, t0, off + block_at(1, 0))
+                t1 = next_block(inv + 512, t, tile + u64(block_at(1, 0)), b0, b1)
+                clear(t)
+                block_mma(t, t0, off + block_at(2, 0))
+                block_mma(t, t1, off + block_at(2, 1))
+                t2 = next_block(inv + 1024, t, tile + u64(block_at(2, 0)), b0, b1)
+                clear(t)
+                block_mma(t, t0, off + block_at(3, 0))
+                block_mma(t, t1, off + block_at(3, 1))
+                block_mma(t, t2, off + block_at(3, 2))
+                next_block(inv + 1536, t, tile + u64(block_at(3, 0)), b0, b1)
+            else:                                                 # columns 1 and 2
+                b0 = lds(head + HEAD.beta + gg * 4 + 64)
+                b1 = lds(head + HEAD.beta + gg * 4 + 96)
+                t1 = ldsm_t(inv + 512)
+                block_mma(t, t1, off + block_at(2, 1))
+                t2 = next_block(inv + 1024, t, tile + u64(block_at(2, 1)), b0, b1)
+                clear(t)
+                block_mma(t, t1, off + block_at(3, 1))
+                block_mma(t, t2, off + block_at(3, 2))
+                next_block(inv + 1536, t, tile + u64(block_at(3, 1)), b0, b1)
+                b0 = lds(head + HEAD.beta + gg * 4 + 128)
+                b1 = lds(head + HEAD.beta + gg * 4 + 160)
+                clear(t)
+                block_mma(t, ldsm_t(inv + 1024), off + block_at(3, 2))
+                next_block(inv + 1536, t, tile + u64(block_at(3, 2)), b0, b1)
+        else:                                                     # the diagonal
+            for d in range(warp - 2 * at_once, 4 * at_once, 8 - 2 * at_once):
+                h = i32(d >> 2)
+                j = i32(d & 3)
+                head = sm + SHARED.heads + h * HEAD_BYTES
+                out = workspaces + u64(h * WORKSPACE_BYTES + WORKSPACE.a_inv + block_at(j, j) + lane * 4)
+                x = ldsm(head + HEAD.inverses + j * 512 + lane * 16)
+                b = lds2(head + HEAD.beta + (j * 16 + tt * 2) * 4)
+                stg_u32(out, pack16(low16(x[0]) * b[0], high16(x[0]) * b[1]))
+                stg_u32(out + u64(256), pack16(low16(x[2]) * b[0], high16(x[2]) * b[1]))
+                b = lds2(head + HEAD.beta + (j * 16 + tt * 2) * 4 + 32)
+                stg_u32(out + u64(128), pack16(low16(x[1]) * b[0], high16(x[1]) * b[1]))
+                stg_u32(out + u64(384), pack16(low16(x[3]) * b[0], high16(x[3]) * b[1]))
+
     def prepare(qkv, g, beta, counts, chunk_rows, chunk_slots, workspace, flags, progress, stride, g_stride, beta_stride):
         """qkv: BF16 rows q|k|v, g float32, beta BF16, with row strides in elements. See the module."""
         shared = i32((smem_addr(cuda.shared.array(0, types.uint8)) + 127) & ~127)
@@ -296,28 +498,7 @@ def make_prepare(HK: int, HV: int):
             # running sum of g over the chunk, two tokens a lane; no token's sum may know the next one's g, even to an ulp
             if tid == 0:
                 sts_u32(sm + SHARED.next, u32(blocks + ticket if left > 1 else items))
-            if warp < at_once:
-                s = gates[0] + gates[1]
-                for shift in range(5):
-                    o = cuda.shfl_up_sync(0xffffffff, s, 1 << shift)
-                    if lane >= (1 << shift):
-                        s += o
-                before = cuda.shfl_up_sync(0xffffffff, s, 1)
-                if lane == 0:
-                    before = f32(0)
-                head = sm + SHARED.heads + warp * HEAD_BYTES
-                sts2(head + HEAD.cumulative + lane * 8, before + gates[0], s)
-                sts2(head + HEAD.beta + lane * 8, gates[2], gates[3])
-            else:
-                # the two zero blocks of each tile, and the flags of the state stored after this chunk
-                for z in range(warp - at_once, 4 * at_once, 8 - at_once):
-                    at = workspaces + u64((z >> 2) * WORKSPACE_BYTES + ((z >> 1) & 1) * TRIANGLE_BYTES + (z & 1) * 4096 + 1024
-                                          + lane * 16)
-                    stg_u32x4(at, (u32(0), u32(0), u32(0), u32(0)))
-                if warp == 7 and lane < V_BLOCKS * at_once:
-                    slot = ldg_i32(chunk_slots + u64(chunk * 4))
-                    if slot >= 0:
-                        stg_u32(flags + u64(((slot * HV + first) * V_BLOCKS + lane) * 4), u32(0))
+            sum_decays(sm, warp, lane, at_once, gates, workspaces, chunk, first, chunk_slots, flags)
             cp_wait_all()
             cuda.syncthreads()
             next_chunk, next_first = item_at(lds_i32(sm + SHARED.next), items, at_once)
@@ -328,42 +509,8 @@ def make_prepare(HK: int, HV: int):
                 if tid >= THREADS - 16:                                 # all have read the list
                     cp16(sm + SHARED.rows + (tid & 15) * 16, chunk_rows + u64(next_chunk * 256 + (tid & 15) * 16), 16)
 
-            # k k^T (warps 0-3) and q k^T (warps 4-7): 16 rows a warp, columns up to the diagonal block.
-            # The operands are the bf16 inputs themselves: products are exact, normalisation comes after.
             acc = cuda.local.array(32, f32)
-            for e in range(32):
-                acc[e] = f32(0)
-            strip = i32(warp & 3) if warp < 4 else i32(7 - warp)        # a scheduler gets a long and a short one
-            # a piece is at (piece ^ row) << 4 of its row, and rows are 128-byte aligned: the k16 step flips two bits
-            row7 = i32(lane & 7)
-            a_at = sm + (warp >> 2) * Q_BEHIND_K + (strip * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ row7) << 4)
-            b_at = sm + (row7 + ((lane >> 4) << 3)) * 128 + ((((lane >> 3) & 1) ^ row7) << 4)
-            # own: sums of squares, on the diagonal of this strip's product with itself, in the lane with tt = gg / 2
-            own = cuda.local.array(8, f32)
-            clear(own)
-            own_at = b_at + (warp >> 2) * Q_BEHIND_K + strip * 2048
-            if strip == 0:
-                strip_product(acc, own, 1, a_at, b_at, own_at)
-            elif strip == 1:
-                strip_product(acc, own, 2, a_at, b_at, own_at)
-            elif strip == 2:
-                strip_product(acc, own, 3, a_at, b_at, own_at)
-            else:
-                strip_product(acc, own, 4, a_at, b_at, own_at)
-            n0 = own[1] if gg & 1 else own[0]
-            n1 = own[7] if gg & 1 else own[6]
-            n0 = cuda.shfl_sync(0xffffffff, n0, (lane & 28) | (gg >> 1))
-            n1 = cuda.shfl_sync(0xffffffff, n1, (lane & 28) | (gg >> 1))
-            n0 = rsqrt(n0 + f32(EPS))
-            n1 = rsqrt(n1 + f32(EPS))
-            i0 = i32(strip * 16 + gg)
-            if warp >= 4:
-                n0 *= f32(SM_SCALE)
-                n1 *= f32(SM_SCALE)
-            if tt == 0:
-                norms = sm + SHARED.rk + (warp >> 2) * 256
-                sts(norms + i0 * 4, n0)
-                sts(norms + i0 * 4 + 32, n1)
+            strip, i0, n0, n1 = multiply_rows(sm, acc, warp, lane, gg, tt)
             cp_wait_all()
             cuda.syncthreads()
 
@@ -379,130 +526,14 @@ def make_prepare(HK: int, HV: int):
                 if warp < at_once:
                     gates = fetch_gates(sm, g, beta, g_stride, beta_stride, next_first + warp, lane)
 
-            # Decays.  warps 0-3: A = strict lower of beta_i (k_i k_j) 2^(c_i - c_j); warps 4-7: A_qk, into the workspace.
-            # Left of the diagonal block 2^(c_i - c_j) = 2^(c_i - c_m) 2^(c_m - c_j), m the token before the strip:
-            # both at most 1, and few of them.
-            for h in range(at_once):
-                head = sm + SHARED.heads + h * HEAD_BYTES
-                c0 = lds(head + HEAD.cumulative + i0 * 4)
-                c1 = lds(head + HEAD.cumulative + i0 * 4 + 32)
-                cm = lds(head + HEAD.cumulative + max(i32(strip * 16 - 1), i32(0)) * 4)
-                f0 = f32(1)
-                f1 = f32(1)
-                if warp < 4:
-                    f0 = lds(head + HEAD.beta + i0 * 4)
-                    f1 = lds(head + HEAD.beta + i0 * 4 + 32)
-                e0 = f0 * ex2(c0 - cm)
-                e1 = f1 * ex2(c1 - cm)
-                tile = workspaces + u64(h * WORKSPACE_BYTES + WORKSPACE.a_qk + lane * 4)
-                for n in range(8):
-                    if (n >> 1) < strip:
-                        cj = lds2(head + HEAD.cumulative + (n * 8 + tt * 2) * 4)
-                        z0 = ex2(cm - cj[0])
-                        z1 = ex2(cm - cj[1])
-                        x0 = pack16(acc[4 * n] * e0 * z0, acc[4 * n + 1] * e0 * z1)
-                        x1 = pack16(acc[4 * n + 2] * e1 * z0, acc[4 * n + 3] * e1 * z1)
-                        at = block_at(strip, n >> 1) + (n & 1) * 128
-                        if warp < 4:
-                            sts_u32(head + HEAD.blocks + at + lane * 4, x0)
-                            sts_u32(head + HEAD.blocks + at + lane * 4 + 256, x1)
-                        else:
-                            stg_u32(tile + u64(at), x0)
-                            stg_u32(tile + u64(at + 256), x1)
-                    elif (n >> 1) == strip:
-                        j = i32((n & 1) * 8 + tt * 2)                    # inside the block
-                        cj = lds2(head + HEAD.cumulative + (n * 8 + tt * 2) * 4)
-                        i = gg if warp < 4 else i32(gg + 1)              # A_qk keeps the diagonal
-                        x0 = acc[4 * n] * f0 * ex2(c0 - cj[0]) if j < i else f32(0)
-                        x1 = acc[4 * n + 1] * f0 * ex2(c0 - cj[1]) if j + 1 < i else f32(0)
-                        x2 = acc[4 * n + 2] * f1 * ex2(c1 - cj[0]) if j < i + 8 else f32(0)
-                        x3 = acc[4 * n + 3] * f1 * ex2(c1 - cj[1]) if j + 1 < i + 8 else f32(0)
-                        if warp < 4:
-                            to = head + HEAD.diagonal + strip * DIAGONAL_STRIDE + gg * 64 + j * 4
-                            sts2(to, x0, x1)
-                            sts2(to + 512, x2, x3)
-                        else:
-                            out = tile + u64(block_at(strip, strip) + (n & 1) * 128)
-                            stg_u32(out, pack16(x0, x1))
-                            stg_u32(out + u64(256), pack16(x2, x3))
-            if tid < at_once * 64:
-                h = i32(tid >> 6)
-                i = i32(tid & 63)
-                head = sm + SHARED.heads + h * HEAD_BYTES
-                ci = lds(head + HEAD.cumulative + i * 4)
-                last = lds(head + HEAD.cumulative + 63 * 4)
-                out = workspaces + u64(h * WORKSPACE_BYTES + i * 4)
-                rk = lds(sm + SHARED.rk + i * 4)
-                stg(out + u64(WORKSPACE.k_scale), -rk * ex2(ci))
-                stg(out + u64(WORKSPACE.q_scale), lds(sm + SHARED.rq + i * 4) * ex2(ci))
-                stg(out + u64(WORKSPACE.v_scale), rk * ex2(last - ci))
-                if i == 63:
-                    stg(workspaces + u64(h * WORKSPACE_BYTES + WORKSPACE.decay), ex2(last))
+            apply_decays(sm, acc, warp, lane, gg, tt, strip, i0, at_once, workspaces)
+            store_scales(sm, tid, at_once, workspaces)
             cuda.syncthreads()
 
-            # D_i, the inverses of the 16 x 16 diagonal blocks of I + A, in fp32: a thread solves one column
-            if warp < 2 * at_once:
-                head = sm + SHARED.heads + (warp >> 1) * HEAD_BYTES
-                blk = i32((warp & 1) * 2 + (lane >> 4))
-                col = i32(lane & 15)
-                x = solve16(head + HEAD.diagonal + blk * DIAGONAL_STRIDE, col)
-                at = head + HEAD.inverses + blk * 512 + (col >> 3) * 128 + (col & 7) * 2
-                for i in range(16):
-                    sts_lo16(at + (i >> 3) * 256 + (i & 7) * 16, pack16(x[i], f32(0)))
+            invert_diagonal(sm, warp, lane, at_once)
             cuda.syncthreads()
 
-            # Off-diagonal blocks of A_inv (here T) by block columns, transposed: T_ij^T = -(sum_l T_lj^T A_il^T) D_i^T
-            if warp < 2 * at_once:
-                h = i32(warp if warp < at_once else warp - at_once)
-                head = sm + SHARED.heads + h * HEAD_BYTES
-                tile = workspaces + u64(h * WORKSPACE_BYTES + WORKSPACE.a_inv + lane * 4)
-                off = head + HEAD.blocks + lane * 16
-                inv = head + HEAD.inverses + lane * 16
-                t = cuda.local.array(8, f32)
-                clear(t)
-                if warp < at_once:                                    # column 0
-                    b0 = lds(head + HEAD.beta + gg * 4)
-                    b1 = lds(head + HEAD.beta + gg * 4 + 32)
-                    t0 = ldsm_t(inv)
-                    block_mma(t, t0, off + block_at(1, 0))
-                    t1 = next_block(inv + 512, t, tile + u64(block_at(1, 0)), b0, b1)
-                    clear(t)
-                    block_mma(t, t0, off + block_at(2, 0))
-                    block_mma(t, t1, off + block_at(2, 1))
-                    t2 = next_block(inv + 1024, t, tile + u64(block_at(2, 0)), b0, b1)
-                    clear(t)
-                    block_mma(t, t0, off + block_at(3, 0))
-                    block_mma(t, t1, off + block_at(3, 1))
-                    block_mma(t, t2, off + block_at(3, 2))
-                    next_block(inv + 1536, t, tile + u64(block_at(3, 0)), b0, b1)
-                else:                                                 # columns 1 and 2
-                    b0 = lds(head + HEAD.beta + gg * 4 + 64)
-                    b1 = lds(head + HEAD.beta + gg * 4 + 96)
-                    t1 = ldsm_t(inv + 512)
-                    block_mma(t, t1, off + block_at(2, 1))
-                    t2 = next_block(inv + 1024, t, tile + u64(block_at(2, 1)), b0, b1)
-                    clear(t)
-                    block_mma(t, t1, off + block_at(3, 1))
-                    block_mma(t, t2, off + block_at(3, 2))
-                    next_block(inv + 1536, t, tile + u64(block_at(3, 1)), b0, b1)
-                    b0 = lds(head + HEAD.beta + gg * 4 + 128)
-                    b1 = lds(head + HEAD.beta + gg * 4 + 160)
-                    clear(t)
-                    block_mma(t, ldsm_t(inv + 1024), off + block_at(3, 2))
-                    next_block(inv + 1536, t, tile + u64(block_at(3, 2)), b0, b1)
-            else:                                                     # the diagonal
-                for d in range(warp - 2 * at_once, 4 * at_once, 8 - 2 * at_once):
-                    h = i32(d >> 2)
-                    j = i32(d & 3)
-                    head = sm + SHARED.heads + h * HEAD_BYTES
-                    out = workspaces + u64(h * WORKSPACE_BYTES + WORKSPACE.a_inv + block_at(j, j) + lane * 4)
-                    x = ldsm(head + HEAD.inverses + j * 512 + lane * 16)
-                    b = lds2(head + HEAD.beta + (j * 16 + tt * 2) * 4)
-                    stg_u32(out, pack16(low16(x[0]) * b[0], high16(x[0]) * b[1]))
-                    stg_u32(out + u64(256), pack16(low16(x[2]) * b[0], high16(x[2]) * b[1]))
-                    b = lds2(head + HEAD.beta + (j * 16 + tt * 2) * 4 + 32)
-                    stg_u32(out + u64(128), pack16(low16(x[1]) * b[0], high16(x[1]) * b[1]))
-                    stg_u32(out + u64(384), pack16(low16(x[3]) * b[0], high16(x[3]) * b[1]))
+            invert_blocks(sm, warp, lane, gg, tt, at_once, workspaces)
             if single_sequence:
                 fence_global()
             cuda.syncthreads()                                        # the next item overwrites HEAD.cumulative and HEAD.beta

@@ -206,8 +206,8 @@ mbar_expect = ptx("mbar_expect", void, (i32, i32), "mbarrier.arrive.expect_tx.sh
 mbar_arrive = ptx("mbar_arrive", void, (i32,), "mbarrier.arrive.shared::cta.b64 _, [$0];", "r")
 mbar_wait = ptx("mbar_wait", void, (i32, i32),                     # (barrier, parity); traps after some seconds
                 until("mbarrier.try_wait.parity.shared::cta.b64 ready, [$0], $1;"), "r,r")
-# The same without a limit, for consumers that have no register to spare for one. Only where a producer of the block, in
-# its turn, waits with the limit for what this thread does after it: then that wait ends this one.
+# The same without a limit, for consumers that have no register to spare for a clock. Only where a producer of the block
+# waits, with the limit, for what this thread does after it: then that wait ends this one.
 mbar_wait_covered = ptx("mbar_wait_covered", void, (i32, i32),
                         "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W; }", "r,r")
 # The same barrier in CTA $1 of the cluster. Do NOT spell out `.release.cluster`: ptxas then puts a MEMBAR.ALL.GPU
