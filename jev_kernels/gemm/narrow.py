@@ -197,6 +197,16 @@ class NamedBarrier(IntEnum):
     CONSUMERS = 1                           # of the first warpgroup that computes; the next one's is the next
 
 
+@cuda.jit(device=True, inline="always")
+def next_stage(stage, phase, stages):
+    """The ring's next stage, and the parity of its barriers' phase."""
+    stage = i32(stage + 1)
+    if stage == stages:
+        stage = i32(0)
+        phase = i32(phase ^ 1)
+    return stage, phase
+
+
 @cubin.factory
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x and W, address of y, M, N, K,
@@ -239,15 +249,6 @@ def kernel(config: Config) -> Kernel:
                 tma_multicast(at, x_map, (k * SLICES + c) * 64, row, full, ALL, policy)
 
     @inline
-    def next_stage(stage, phase):
-        """The ring's next stage, and the parity of its barriers' phase."""
-        stage = i32(stage + 1)
-        if stage == STAGES:
-            stage = i32(0)
-            phase = i32(phase ^ 1)
-        return stage, phase
-
-    @inline
     def produce(ring, x_map, w_map, steps, weight, rank, x_rows):
         """Fill the ring, by one thread. The first W of every stage does not wait for the previous kernel; x does."""
         read_once, keep = evict_first(), evict_last()
@@ -272,7 +273,7 @@ def kernel(config: Config) -> Kernel:
             mbar_expect(full, nbytes)
             load_w(stage_at, w_map, k, w_row, w_skip, full, read_once)
             load_x(stage_at, x_map, k, x_row, x_skip, full, keep)
-            stage, phase = next_stage(stage, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
 
     @inline
     def clear_rest(x_at, rows, thread):
@@ -297,7 +298,7 @@ def kernel(config: Config) -> Kernel:
             if k > 0 and lane < CL:                          # the previous stage has been read
                 mbar_arrive_at(ring + EMPTY + before * 8, lane)
             before = stage
-            stage, phase = next_stage(stage, phase)
+            stage, phase = next_stage(stage, phase, STAGES)
         return drain(tile)
 
     @inline

@@ -38,7 +38,6 @@ Source: PTX ISA; the idea of equal K ranges is Stream-K (Osama et al., 2023), wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 from numba import cuda
@@ -46,7 +45,7 @@ from numba.cuda import types
 from numba.cuda.extending import register_jitable
 
 from jev_kernels.gemm import activation
-from jev_kernels.gemm.narrow import ROW_BYTES, SMEM_LIMIT, make_product
+from jev_kernels.gemm.narrow import ROW_BYTES, SMEM_LIMIT, NamedBarrier, make_product, next_stage
 from jev_kernels.ptx import (
     cluster_sync,
     cta_rank,
@@ -276,11 +275,6 @@ def make_store(tokens: int, gated: bool):
 SIGNATURE = types.void(u64, u64, u64, u64, i32, i32, i32, u64, u64)
 
 
-class NamedBarrier(IntEnum):
-    """Hardware barriers of a block beside that of ``syncthreads``."""
-    CONSUMERS = 1                           # of the first warpgroup that computes; the next one's is the next
-
-
 @cubin.factory
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x, of W and of y (whole chunks, last
@@ -299,15 +293,6 @@ def kernel(config: Config) -> Kernel:
     activated = activation.make_activation(TOKENS)
     GATED, COLUMNS, CHUNK_BYTES = config.gated, config.columns, config.chunk_bytes
     inline = cuda.jit(device=True, inline="always")
-
-    @inline
-    def next_stage(stage, phase):
-        """The ring's next stage, and the parity of its barriers' phase."""
-        stage = i32(stage + 1)
-        if stage == STAGES:
-            stage = i32(0)
-            phase = i32(phase ^ 1)
-        return stage, phase
 
     @inline
     def load_x(stage_at, x_map, k, row, rank, full, policy):
@@ -349,7 +334,7 @@ def kernel(config: Config) -> Kernel:
                 tma_load(ring + stage * STAGE, w_map, k * 64, w_row, full, w_policy)
                 load_x(ring + stage * STAGE, x_map, k, x_row, rank, full, x_policy)
                 k = i32(k + 1)
-                stage, phase = next_stage(stage, phase)
+                stage, phase = next_stage(stage, phase, STAGES)
 
     @inline
     def write_offset(warp, lane):
@@ -432,7 +417,7 @@ def kernel(config: Config) -> Kernel:
                         mbar_arrive_at(ring + EMPTY + before * 8, lane)
                     before = stage
                     k = i32(k + 1)
-                    stage, phase = next_stage(stage, phase)
+                    stage, phase = next_stage(stage, phase, STAGES)
                 sums = drain(sums)
                 if stop == steps:
                     weight = ((pair * CLUSTER + rank) * GROUPS + group) * COLUMNS

@@ -365,6 +365,9 @@ def register(array) -> int:
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     low, high = np.lib.array_utils.byte_bounds(owner) if owner.size else (address, address)
+    before = _memory.get(low)
+    if before is None or before[0] != high or before[1]() is not owner:
+        DEVICE.memory.pop((low, high), None)               # what the race detector knows is of an array that is gone
     _memory[low] = (high, weakref.ref(owner))
     return address
 

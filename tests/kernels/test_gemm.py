@@ -85,10 +85,10 @@ def test_wide(m, n, k, gated, races, short_parts):
 
 
 def test_bits_do_not_depend_on_how_work_is_dealt_out(short_parts):
-    """Wide tiles split at other steps, or not at all, and the kernel for few rows: one running sum over k, the same bits."""
+    """Wide tiles whole or split, and the kernel for few rows: one running sum over k, the same bits."""
     p = Problem(100, 520, 192)
     y = p.wide(2)
-    assert np.array_equal(p.wide(4), y) and np.array_equal(p.wide(6), y) and np.array_equal(p.narrow(4), y)
+    assert np.array_equal(p.wide(4), y) and np.array_equal(p.narrow(4), y)
 
 
 def test_activation_has_the_bits_of_two_steps():
