@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--against", type=Path, help="JSON file of another build to compare with")
     parser.add_argument("--only", default="", help="kernels with this in their name")
     args = parser.parse_args()
-    from tests.registered import kernels
+    from tests.compiled.registered import kernels
     found = {}
     for name, kernel, capabilities, *_ in kernels():
         for cc in capabilities:
