@@ -35,4 +35,5 @@ ROWS, TILES, CHUNKS, RUNS, LASTS, RESTORED_PAGES, RESTORED_STATES, KEPT_PAGES, K
 COUNTS = 16           # length of ``counts``: room for more without moving anything
 TILE_ROWS = 128       # query rows of an attention tile
 CHUNK = 64            # tokens of a gated-delta-rule chunk
+TAPS = 3              # inputs of the convolution before a row's own
 PADDING = 128         # rows behind the pool's last one that activations of attention have room for

@@ -30,7 +30,7 @@ from numba import cuda
 from numba.cuda import types
 
 from jev_kernels import ptx
-from jev_kernels.pool import CHUNK, COUNTS, KEPT_PAGES, KEPT_STATES, RESTORED_PAGES, RESTORED_STATES
+from jev_kernels.pool import CHUNK, COUNTS, KEPT_PAGES, KEPT_STATES, RESTORED_PAGES, RESTORED_STATES, TAPS
 from jev_kernels.ptx import i32, u32, u64
 from jev_kernels.runtime import cubin
 from jev_kernels.runtime.launch import Kernel, view
@@ -39,7 +39,6 @@ THREADS = 256
 BLOCKS = 264                    # two for each multiprocessor of an H200
 VECTOR = 16                     # bytes of an access
 TOGETHER = 4                    # rows of a page, or quarters of a state, that a block copies at a time
-TAPS = 3                        # inputs of the convolution before a row's own
 
 
 @ptx.device_function

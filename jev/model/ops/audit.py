@@ -48,6 +48,17 @@ class AuditOps:
     def values(self, x) -> np.ndarray:
         return self.audited.values(x)
 
+    # An audited pass computes everything: nothing is resumed or kept.
+
+    def exchange_keys(self, projected, layer: int, pool):
+        return projected
+
+    def exchange_inputs(self, projected, layer: int, pool):
+        return projected
+
+    def keep_states(self, layer: int, pool) -> None:
+        pass
+
     def __getattr__(self, name: str):
         if name not in self.OPERATIONS:
             raise AttributeError(name)
