@@ -29,7 +29,7 @@ from werkzeug import Request, Response
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from jev.contract import MAX_BODY_BYTES
-from jev.engine import Cancelled, ContractError, Engine, InferenceError, Refused
+from jev.engine import Cancelled, ContractError, Engine, InferenceError, Refused, RequestTooLarge
 from jev.scheduler import SHUTDOWN_RETRY_SECONDS
 from jev.settings import Settings
 
@@ -150,6 +150,10 @@ def _refused_for_now(error: Refused, request: Request) -> Response:
     return response
 
 
+def _too_large(error: RequestTooLarge, request: Request) -> Response:
+    return _error(413, "request_too_large", str(error))
+
+
 def _failed(error: InferenceError, request: Request) -> Response:
     return _error(500, "inference_error", str(error))
 
@@ -177,8 +181,8 @@ def _unexpected(error: Exception, request: Request) -> Response:
     return _error(500, "internal_error", "internal error")
 
 
-HANDLERS = ((ContractError, _refused_by_contract), (Refused, _refused_for_now), (InferenceError, _failed),
-            (Cancelled, _client_gone), (HTTPException, _http_error), (Exception, _unexpected))
+HANDLERS = ((ContractError, _refused_by_contract), (Refused, _refused_for_now), (RequestTooLarge, _too_large),
+            (InferenceError, _failed), (Cancelled, _client_gone), (HTTPException, _http_error), (Exception, _unexpected))
 
 
 def _finish(request: Request, response: Response) -> Response:

@@ -32,7 +32,8 @@ the model once, and gives calibrated probabilities. Nothing is generated.
 """
 EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
-SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "batch_rows", "drain_seconds")
+SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "queue_mb", "batch_rows",
+               "drain_seconds")
 MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows")
 
 
@@ -210,15 +211,21 @@ def _write(text: str) -> None:
 
 def _score_one(engine: Engine, body: bytes | None, stop: threading.Event) -> dict[str, Any]:
     from jev.contract import MAX_BODY_BYTES
-    from jev.engine import ContractError, InferenceError
+    from jev.engine import ContractError, InferenceError, QueueFull, RequestTooLarge
     if body is None:
         return _failure("request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
-    try:
-        return engine.answer(body, stop.is_set)
-    except ContractError as error:
-        return {"error": str(error), "detail": error.errors}
-    except InferenceError as error:
-        return _failure("inference_error", str(error))
+    while True:
+        try:
+            return engine.answer(body, stop.is_set)
+        except QueueFull as full:           # of memory: places are enough. Others will be done
+            if stop.wait(full.retry_after):
+                raise
+        except ContractError as error:
+            return {"error": str(error), "detail": error.errors}
+        except RequestTooLarge as error:
+            return _failure("request_too_large", str(error))
+        except InferenceError as error:
+            return _failure("inference_error", str(error))
 
 
 def _failure(error_type: str, message: str) -> dict[str, Any]:

@@ -54,7 +54,8 @@ class Question:
     """One question of a request.
 
     options: names for `choice`, criteria values as sent for `score`, nothing for `noul`.
-    parts: for each candidate the parts of its prompt (see the module's text), str objects shared where text is.
+    parts: for each candidate the parts of its prompt (see the module's text), str objects shared where text is: the first
+        is that of all prompts of the request, the second that of all prompts of the question.
     """
 
     id: str

@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,18 +20,24 @@ from jev import contract
 from jev.checkpoint.checkpoint import DEMO, MANIFEST_FILE, Export, pinned
 from jev.contract import ContractError
 from jev.model.backbone import Backbone, BackendError
-from jev.model.row_pool import count_rows
+from jev.model.sequences import Sequences
 from jev.processor import Processor
-from jev.scheduler import Cancelled, InferenceError, QueueFull, Refused, Scheduler, ShuttingDown
+from jev.scheduler import MIB, Cancelled, InferenceError, Place, QueueFull, Refused, RequestTooLarge, Scheduler, ShuttingDown
 from jev.settings import Settings
 
-__all__ = ["Cancelled", "ContractError", "Engine", "InferenceError", "QueueFull", "Refused", "ShuttingDown"]
+__all__ = ["Cancelled", "ContractError", "Engine", "InferenceError", "QueueFull", "Refused", "RequestTooLarge",
+           "ShuttingDown"]
 
 logger = logging.getLogger("jev.engine")
 
 # A forward takes up to a second on a GPU, some more with GEMMs to time, and up to minutes in NumPy. One that takes longer
 # than this hangs, and with it all that wait.
 STUCK_SECONDS = {"cuda": 60.0, "numpy": 600.0}
+# Bodies of more bytes are parsed and tokenized one at a time: many at once would take no less time, as the interpreter
+# runs one thread, and a hundred times their size in memory, each.
+LARGE_BODY = 1 << 16
+# What is kept of a parsed body, in bytes for each of its bytes, at most: `{"":[]}` has 9 and takes 250.
+PARSED = 28
 METHOD = "numba_merged_lora_decision_head"
 DEMO_NOTICE = "demo checkpoint with random weights: these answers are not decisions"
 WARM_UP = (b'{"state": "The worker has just started.", "questions": {'
@@ -54,14 +62,15 @@ class Engine:
             raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
                                f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH{advice}")
         self.processor = Processor.of(export)
-        self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe)
+        self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe, settings.queue_mb * MIB)
+        self._large = threading.Lock()
         prompt, = contract.parse_request(WARM_UP, export.model_names).questions[0].prompts
         # Cut, which no request ever is: a worker for very short prompts has to start too.
-        self._warm_up = [self.processor.tokenize(prompt)[:manifest.max_length]]
+        self._warm_up = Sequences.of([self.processor.tokenize(prompt)[:manifest.max_length]])
         self.ready = False
         try:
             with self.scheduler.admit() as place:
-                self.scheduler.run(place, self._warm_up, count_rows(self._warm_up))
+                self.scheduler.run(place, self._warm_up)
         except InferenceError:
             self.close()
             raise
@@ -70,14 +79,12 @@ class Engine:
     def answer(self, body: bytes, cancelled: Callable[[], bool] | None = None) -> dict[str, Any]:
         """Answer one request. ``cancelled`` says whether its client has gone.
 
-        Raises ContractError (422), QueueFull or ShuttingDown (503, with ``retry_after``), InferenceError (500) or
-        Cancelled.
+        Raises ContractError (422), RequestTooLarge (413), QueueFull or ShuttingDown (503, with ``retry_after``),
+        InferenceError (500) or Cancelled.
         """
-        with self.scheduler.admit(cancelled) as place:
-            request = contract.parse_request(body, self.export.model_names)
-            sequences = self.processor.encode(request)
-            rows = count_rows(sequences)
-            result = self.scheduler.run(place, sequences, rows)
+        with self.scheduler.admit(cancelled, len(body)) as place:
+            request, sequences = self._prepare(body, place)
+            result = self.scheduler.run(place, sequences, (1 + PARSED) * len(body))
         scores, start = [], 0
         for question in request.questions:
             scores.append(result.scores[start:start + len(question.parts)])
@@ -96,12 +103,19 @@ class Engine:
             "base_revision": manifest.base_revision,
             "max_length": manifest.max_length,
             # rows: distinct token rows of this request, whatever else shared the forward.
-            "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": rows},
+            "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": sequences.rows},
         }
         if self.export.demo:
             metadata |= {"demo": True, "notice": DEMO_NOTICE}
-        usage = {"input_tokens": sum(map(len, sequences)), "output_tokens": 0}
+        usage = {"input_tokens": sequences.total, "output_tokens": 0}
         return {"model": manifest.model_id, "answers": answers, "usage": usage, "metadata": metadata}
+
+    def _prepare(self, body: bytes, place: Place) -> tuple[contract.Request, Sequences]:
+        with self._large if len(body) > LARGE_BODY else nullcontext():
+            if len(body) > LARGE_BODY and place.gone():       # while it waited for others
+                raise Cancelled
+            request = contract.parse_request(body, self.export.model_names)
+            return request, self.processor.encode(request)
 
     def health(self) -> dict[str, Any]:
         """The object of GET /health. ``status`` is "ready", "draining", or "failing" after a failed forward or while one
@@ -136,7 +150,7 @@ class Engine:
         self.scheduler.close(timeout=5)
         self.backbone.close()
 
-    def _infer(self, sequences: list[np.ndarray]) -> np.ndarray:
+    def _infer(self, sequences: Sequences) -> np.ndarray:
         hidden, _ = self.backbone.hidden(sequences)
         scores = self.export.head.score(hidden)
         self.ready = True

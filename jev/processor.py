@@ -3,7 +3,8 @@
 Whole prompts are what the model was trained on, so the ids are always those of tokenizing each whole prompt. With 255
 candidates over a 3,000-token state that would be 765,000 tokens of work, nearly all of it the same text again. For the
 tokenizers of the pinned checkpoints the parts of a prompt (see `contract`) can be tokenized apart, each once, with the
-very same ids: `separable` says when and why. Any other tokenizer gets each prompt whole.
+very same ids: `separable` says when and why. Any other tokenizer gets each prompt whole. Either way the ids of what
+prompts share are kept once (`Sequences`).
 
 Within a part, words can be tokenized apart too (`cuttable`), and are remembered: a prompt of 3,000 tokens takes the
 library five milliseconds, while the GPU waits for it, and looking its words up less than one.
@@ -23,6 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
 from jev.contract import ENDINGS, MAX_ERRORS, ContractError, Question, Request
+from jev.model.sequences import ID, Sequences, common_prefix
 from jev.strict_json import excerpt
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ _BEFORE_SPACE = re.compile("(?<=[!-~])(?= )")
 REMEMBERED_WORDS = 1 << 16            # some 20 MB, 70 with the costliest text
 # Longer words are rarely seen twice; rare characters take up to four tokens each.
 REMEMBERED_CHARACTERS, REMEMBERED_IDS = 64, 16
-# Tokens of all prompts of one request: 256 MiB of ids. 4,096 candidates may have 16,384 tokens each, all 65,536 may
-# have 1,024; and a small body that names far more, by many candidates over a long state, cannot take all memory.
+# Tokens of all prompts of one request, shared ones counted in each. 4,096 candidates may have 16,384 tokens each, all
+# 65,536 may have 1,024.
 MAX_TOKENS = 64 << 20
 
 _WORDS = (
@@ -151,9 +153,10 @@ class Processor:
         self.separable = separable(config) and chat_prefix[-1:] in ("", "\n")
         self._cuttable = cuttable(config)
         self._longest_token = max(map(len, vocabulary))
-        always = dict.fromkeys([chat_prefix, *(ending + chat_suffix for ending in ENDINGS)])
-        # The same in every request; and the words of earlier ones.
-        self._known = {text: np.array(ids, np.int32) for text, ids in zip(always, self._encode_batch(list(always)))}
+        always = self._encode_batch([chat_prefix, *(ending + chat_suffix for ending in ENDINGS)])
+        # The same in every request, as big-endian bytes: the chat prefix, and each ending together with the chat suffix.
+        self._prefix_ids, *endings = (np.array(ids, ID).tobytes() for ids in always)
+        self._ending_ids = dict(zip(ENDINGS, endings))
         self._remembered: dict[str, list[int]] = {}
 
     @classmethod
@@ -167,57 +170,77 @@ class Processor:
         """Token ids, int32 [length], of one whole prompt, however long."""
         return np.array(self._encode_batch([self._prefix + prompt.strip() + self._suffix])[0], np.int32)
 
-    def encode(self, request: Request) -> list[np.ndarray]:
-        """Token ids, int32 [length], of every candidate's prompt, in the order of questions and prompts.
+    def encode(self, request: Request) -> Sequences:
+        """Token ids of every candidate's prompt, in the order of questions and prompts.
 
         Raises ContractError where prompts are longer than max_length (type "prompt_too_long") and where all of them
         together have more than MAX_TOKENS (type "too_many_tokens"); nothing is truncated.
         """
         return self._encode_parts(request) if self.separable else self._encode_whole(request)
 
-    def _encode_whole(self, request: Request) -> list[np.ndarray]:
-        sequences, errors, total = [], [], 0
+    def _encode_whole(self, request: Request) -> Sequences:
+        shared, own, errors, total, before = [], [], [], 0, b""
         for question in request.questions:
             for index, parts in enumerate(question.parts):
-                sequences.append(self.tokenize("".join(parts)))
-                total += len(sequences[-1])
+                ids = self.tokenize("".join(parts)).astype(ID).tobytes()
+                length = len(ids) // ID.itemsize
+                total += length
                 if total > MAX_TOKENS:
                     raise _too_many(f"at least {total}")
-                if len(sequences[-1]) > self.max_length:
-                    errors.append(self._too_long(question, index, str(len(sequences[-1]))))
+                if length > self.max_length:
+                    errors.append(self._too_long(question, index, str(length)))
                     if len(errors) == MAX_ERRORS:
                         raise ContractError(errors)
+                common = common_prefix(before, ids)
+                shared.append(common)
+                own.append(ids[common:])
+                before = ids
         if errors:
             raise ContractError(errors)
-        return sequences
+        return Sequences.front_coded(shared, own)
 
-    def _encode_parts(self, request: Request) -> list[np.ndarray]:
+    def _encode_parts(self, request: Request) -> Sequences:
         """As _encode_whole. Prompts start with "Context:" and end with "No.", so stripping them changes nothing."""
-        candidates = [
-            (question, index, (self._prefix, *parts[:-1], parts[-1] + self._suffix))
-            for question in request.questions
-            for index, parts in enumerate(question.parts)
-        ]
-        texts = dict.fromkeys(text for _, _, candidate in candidates for text in candidate)
+        texts = dict.fromkeys(text for question in request.questions for parts in question.parts for text in parts[:-1])
         # Text that cannot fit is refused before the tokenizer spends seconds and gigabytes on it.
         hopeless = {text: least for text in texts if (least := self._fewest_tokens(text)) > self.max_length}
-        ids = {} if hopeless else self._encode_texts(texts)
-        errors, total = [], 0
-        for question, index, candidate in candidates:
-            if hopeless:
-                length = sum(hopeless.get(text, 0) for text in candidate)
-            else:
-                length = sum(len(ids[text]) for text in candidate)
-            total += length
-            if length > self.max_length:
-                errors.append(self._too_long(question, index, f"at least {length}" if hopeless else str(length)))
-                if len(errors) == MAX_ERRORS:
-                    break
+        if hopeless:
+            raise ContractError(self._hopeless(request, hopeless))
+        ids = self._encode_texts(texts) | self._ending_ids
+        limit = self.max_length * ID.itemsize
+        shared, own, errors, total = [], [], [], 0
+        context = self._prefix_ids + ids[request.questions[0].parts[0][0]]
+        for question in request.questions:
+            asked = ids[question.parts[0][1]]
+            common, lead = (len(context), asked) if own else (0, context + asked)
+            for index, parts in enumerate(question.parts):
+                mine = lead + b"".join(map(ids.__getitem__, parts[2:]))
+                length = common + len(mine)
+                total += length
+                if length > limit:
+                    errors.append(self._too_long(question, index, str(length // ID.itemsize)))
+                    if len(errors) == MAX_ERRORS:
+                        raise ContractError(errors)
+                shared.append(common)
+                own.append(mine)
+                common, lead = len(context) + len(asked), b""
         if errors:
             raise ContractError(errors)
-        if total > MAX_TOKENS:
-            raise _too_many(str(total))
-        return [np.concatenate([ids[text] for text in candidate]) for _, _, candidate in candidates]
+        if total > MAX_TOKENS * ID.itemsize:
+            raise _too_many(str(total // ID.itemsize))
+        return Sequences.front_coded(shared, own, len(context))
+
+    def _hopeless(self, request: Request, fewest: dict[str, int]) -> list[dict[str, Any]]:
+        """Errors for the prompts that hold texts which alone are too long; ``fewest``: the least tokens of each."""
+        errors = []
+        for question in request.questions:
+            for index, parts in enumerate(question.parts):
+                length = sum(fewest.get(text, 0) for text in parts)
+                if length > self.max_length:
+                    errors.append(self._too_long(question, index, f"at least {length}"))
+                    if len(errors) == MAX_ERRORS:
+                        return errors
+        return errors
 
     def _fewest_tokens(self, text: str) -> int:
         """A lower bound of the tokens in a text, without tokenizing it.
@@ -228,10 +251,9 @@ class Processor:
         characters = self._longest_token * (1 if text.isascii() or unicodedata.is_normalized("NFC", text) else 4)
         return -(-len(text) // characters)
 
-    def _encode_texts(self, texts: Iterable[str]) -> dict[str, np.ndarray]:
-        """Ids by text."""
-        cut = {text: words(text) if self._cuttable and len(text) <= BATCH_CHARACTERS else [text]
-               for text in texts if text not in self._known}
+    def _encode_texts(self, texts: Iterable[str]) -> dict[str, bytes]:
+        """Ids by text, as big-endian bytes."""
+        cut = {text: words(text) if self._cuttable and len(text) <= BATCH_CHARACTERS else [text] for text in texts}
         remembered = self._remembered                 # this very dict: another thread may begin a new one
         ids, new = {}, []
         for word in dict.fromkeys(chain.from_iterable(cut.values())):
@@ -243,8 +265,8 @@ class Processor:
             encoded = dict(zip(new, self._encode_in_batches(new)))
             ids |= encoded
             self._remember(encoded)
-        return self._known | {text: np.fromiter(chain.from_iterable(map(ids.__getitem__, parts)), np.int32)
-                              for text, parts in cut.items()}
+        return {text: np.fromiter(chain.from_iterable(map(ids.__getitem__, parts)), ID).tobytes()
+                for text, parts in cut.items()}
 
     def _remember(self, encoded: dict[str, list[int]]) -> None:
         short = {word: ids for word, ids in encoded.items()

@@ -1,19 +1,26 @@
 """Who is computed when: bounded admission, forwards shared between requests, fairness, and an orderly end.
 
 A request takes a *place* (``admit``) before anything costly is done for it and keeps it until it is answered or gone.
-Its token sequences then wait as one piece of *work*. One forward runs at a time, composed of all waiting work:
+Its token sequences then wait as one piece of *work*. Places are limited, and so is the memory that all of them hold
+together, counted when a place is taken and again when its work is known. One forward runs at a time, composed of all
+waiting work:
 
   - a forward holds at most ``max_rows`` token rows, counted as if requests shared none (an upper bound);
   - the first in line takes at least one sequence, and everyone takes what fits in an equal share of the rows; rows left
     over go to whoever is first in line. Work that is not finished goes to the end of the line. So a request larger
-    than a forward is split, advances, and delays a small one by a forward or so, never by its whole length;
+    than a forward is split, advances, and delays a small one by a forward or so, never by its whole length. It is cut
+    in lexicographic order, in which what shares a prefix stands together;
   - scores land at their sequence's index: order inside a request never changes, and neither does a bit (a score does
     not depend on the company of its rows).
 
 A forward that fails fails the requests in it, all of them and nobody else. They are not tried again one by one: what
 ran out of memory together might pass alone, but a client that is told of a failure can decide that for itself,
-whereas a hidden second run doubles the load just when the device is in trouble. A score that is not finite fails
-only the request that it belongs to.
+whereas a hidden second run doubles the load just when the device is in trouble.
+
+A score that is not finite fails only the request that it belongs to. A NaN in the rows of one request can spread to
+another's in the same forward (behind a mask it is multiplied by 0, which leaves a NaN), and the score does not tell
+whose it was. So a request with such a score is computed once more, alone; if the score still is not finite, it is its
+own, and the request fails.
 
 There is no inference thread: the thread of the request that is first in line *leads*, that is, it composes and runs the
 next forward, for itself and the others. While one request is there at a time no other thread has to wake up, before the
@@ -35,14 +42,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jev.model.row_pool import shared_prefix
+from jev.model.sequences import Sequences
 
 logger = logging.getLogger("jev.scheduler")
 
-Infer = Callable[[list[np.ndarray]], np.ndarray]
+Infer = Callable[[Sequences], np.ndarray]
 
 FULL_RETRY_SECONDS = 1
 SHUTDOWN_RETRY_SECONDS = 5
+MIB = 1 << 20
 
 
 class Refused(Exception):
@@ -54,7 +62,11 @@ class Refused(Exception):
 
 
 class QueueFull(Refused):
-    """Every place is taken."""
+    """Every place is taken, or the memory for all of them together."""
+
+
+class RequestTooLarge(Exception):
+    """This request alone needs more memory than all that wait may hold."""
 
 
 class ShuttingDown(Refused):
@@ -71,9 +83,10 @@ class InferenceError(RuntimeError):
 
 @dataclass(eq=False)
 class Place:
-    """A request's seat in the worker, from admission to answer."""
+    """A request's seat in the worker, from admission to answer. nbytes: memory that it is counted with."""
 
     cancelled: Callable[[], bool] | None
+    nbytes: int = 0
     taken: bool = True
 
     def gone(self) -> bool:
@@ -82,18 +95,17 @@ class Place:
 
 @dataclass(eq=False)
 class Work:
-    """The sequences of one admitted request.
+    """The sequences of one admitted request, and the scores of those before ``next`` in lexicographic order.
 
-    ``costs[i]`` bounds the rows of sequences ``0..i-1`` computed in one forward (int64 [n + 1]); ``rows`` is the exact
-    number for all of them.
+    scores: float32 [n] in the order the sequences were given. alone: a score was not finite, and the next forward is for
+    this work only.
     """
 
     place: Place
-    sequences: Sequence[np.ndarray]
-    rows: int
-    costs: np.ndarray
+    sequences: Sequences
     scores: np.ndarray
     next: int = 0
+    alone: bool = False
     seconds: float = 0.0
     forwards: int = 0
     error: Exception | None = None
@@ -102,18 +114,19 @@ class Work:
 
     def reach(self, start: int, end: int, rows: int) -> tuple[int, int]:
         """How far a forward that has taken ``start..end`` gets with ``rows`` more: (new end, rows it costs)."""
+        bounds = self.sequences.bounds
         if start == end:
-            whole = max(self.rows, len(self.sequences))
+            whole = max(self.sequences.rows, len(self.sequences))
             if start == 0 and whole <= rows:
                 return len(self.sequences), whole
-            first = len(self.sequences[start])
+            first = self.sequences.lengths[start]
             if first > rows:
                 return end, 0
-            base = self.costs[start + 1] - first     # rows of what precedes, which this forward does not hold
+            base = bounds[start + 1] - first         # rows of what precedes, which this forward does not hold
         else:
-            base = self.costs[end]
-        new = int(np.searchsorted(self.costs, base + rows, side="right")) - 1
-        return new, int(self.costs[new] - base)
+            base = bounds[end]
+        new = int(np.searchsorted(bounds, base + rows, side="right")) - 1
+        return new, int(bounds[new] - base)
 
 
 @dataclass(frozen=True)
@@ -127,34 +140,28 @@ class Result:
 
 @dataclass
 class Part:
-    """Sequences ``start..end`` of a work in one forward."""
+    """Sequences ``start..end`` of a work, in lexicographic order, in one forward."""
 
     work: Work
     start: int
     end: int
 
 
-def row_costs(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Bound of the trie rows of ``sequences[:i]`` for every i, int64 [n + 1], from neighbours' common prefixes.
-
-    Each sequence counts as one row at least, so that duplicates cannot make a forward of unlimited width.
-    """
-    own = [0, *map(len, sequences[:1])]
-    for before, this in zip(sequences, sequences[1:]):
-        own.append(max(1, len(this) - shared_prefix(before, this)))
-    return np.cumsum(own, dtype=np.int64)
-
-
 def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
-    """The next forward: parts of the waiting works, first in line first, of at most ``max_rows`` rows together."""
+    """The next forward: parts of the waiting works, first in line first, of at most ``max_rows`` rows together.
+
+    One that is to be computed alone is, when it is first in line; until then nobody else is in front of it.
+    """
     room = max_rows
+    if waiting[0].alone:
+        waiting = [waiting[0]]
     share = max(1, max_rows // len(waiting))
     parts = []
     for work in waiting:
         part = Part(work, work.next, work.next)
         part.end, cost = work.reach(part.start, part.end, min(share, room))
         if not parts and part.end == part.start:      # the first in line must get on, however long its sequence is
-            part.end, cost = part.start + 1, len(work.sequences[part.start])
+            part.end, cost = part.start + 1, int(work.sequences.lengths[part.start])
         room -= cost
         parts.append(part)
     for part in parts:
@@ -167,13 +174,16 @@ def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
 class Scheduler:
     """Runs ``infer`` (sequences -> float32 scores, blocking) for the requests of many threads, one call at a time.
 
-    max_rows: rows of a forward. capacity: places. after_failure: called once a forward has failed, or given a score that
-    is not finite, before the next one; requests of other threads have been told by then.
+    max_rows: rows of a forward. capacity: places. after_failure: called once a forward has failed, or given a request
+    that was alone in it a score that is not finite, before the next one; requests of other threads have been told by
+    then. max_bytes: memory that all places together may hold.
     """
 
-    def __init__(self, infer: Infer, max_rows: int, capacity: int, after_failure: Callable[[], None] = lambda: None):
+    def __init__(self, infer: Infer, max_rows: int, capacity: int, after_failure: Callable[[], None] = lambda: None,
+                 max_bytes: int = 1 << 30):
         self.max_rows = max_rows
         self.capacity = capacity
+        self.max_bytes = max_bytes
         self._infer = infer
         self._after_failure = after_failure
         self._changed = threading.Condition()          # guards everything below
@@ -182,6 +192,7 @@ class Scheduler:
         self._since = 0.0                              # ... since this moment of time.monotonic()
         self._leader: Work | None = None               # was told to run the next one; first in line until it does
         self._places = 0
+        self._nbytes = 0                               # what all places hold
         self._draining = False
         self._closed = False
 
@@ -199,9 +210,15 @@ class Scheduler:
         """How long the forward that runs now has been running; 0 when none is."""
         return time.monotonic() - self._since if self._running else 0.0
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that all places hold."""
+        return self._nbytes
+
     @contextmanager
-    def admit(self, cancelled: Callable[[], bool] | None = None) -> Iterator[Place]:
-        """A place for the duration of the block. Raises QueueFull or ShuttingDown."""
+    def admit(self, cancelled: Callable[[], bool] | None = None, nbytes: int = 0) -> Iterator[Place]:
+        """A place for the duration of the block, with ``nbytes`` of memory. Raises QueueFull, RequestTooLarge or
+        ShuttingDown."""
         with self._changed:
             if self._draining:
                 raise ShuttingDown("the worker is shutting down", SHUTDOWN_RETRY_SECONDS)
@@ -209,26 +226,27 @@ class Scheduler:
                 self._sweep()
             if self._places >= self.capacity:
                 raise QueueFull(f"all {self.capacity} places are taken", FULL_RETRY_SECONDS)
+            place = Place(cancelled)
+            self._hold(place, nbytes)
             self._places += 1
-        place = Place(cancelled)
         try:
             yield place
         finally:
             with self._changed:
                 self._leave(place)
 
-    def run(self, place: Place, sequences: Sequence[np.ndarray], rows: int) -> Result:
-        """Score ``sequences`` (int32 [length] each, ``rows`` trie rows in all). Blocks; raises Cancelled,
-        InferenceError, or ValueError for a sequence longer than a forward."""
-        longest = max(map(len, sequences))
-        if longest > self.max_rows:
-            raise ValueError(f"a sequence of {longest} tokens does not fit in a forward of {self.max_rows} rows")
-        work = Work(place, sequences, rows, row_costs(sequences), np.empty(len(sequences), np.float32))
+    def run(self, place: Place, sequences: Sequences, nbytes: int = 0) -> Result:
+        """Score ``sequences``, whose request holds ``nbytes`` of memory besides them. Blocks; raises Cancelled,
+        InferenceError, QueueFull or RequestTooLarge for its memory, or ValueError for a sequence longer than a forward."""
+        if sequences.longest > self.max_rows:
+            raise ValueError(f"a sequence of {sequences.longest} tokens does not fit in a forward of {self.max_rows} rows")
+        work = Work(place, sequences, np.empty(len(sequences), np.float32))
         with self._changed:
             if self._closed:
                 raise ShuttingDown("the worker has shut down", SHUTDOWN_RETRY_SECONDS)
             if place.gone():
                 raise Cancelled
+            self._hold(place, sequences.nbytes + work.scores.nbytes + nbytes)
             self._waiting.append(work)
             self._appoint()
         try:
@@ -270,7 +288,21 @@ class Scheduler:
         if place.taken:
             place.taken = False
             self._places -= 1
+            self._nbytes -= place.nbytes
             self._changed.notify_all()
+
+    def _hold(self, place: Place, nbytes: int) -> None:
+        """Count ``place`` with ``nbytes`` from now on. Raises QueueFull or RequestTooLarge, and then nothing changes."""
+        if nbytes > self.max_bytes:
+            raise RequestTooLarge(f"the request needs {nbytes / MIB:.1f} MiB of memory while it waits; all that wait may hold "
+                                  f"{self.max_bytes / MIB:.1f} MiB")
+        if self._nbytes - place.nbytes + nbytes > self.max_bytes:
+            self._sweep()
+        if (others := self._nbytes - place.nbytes) + nbytes > self.max_bytes:
+            raise QueueFull(f"the requests that wait hold {others / MIB:.1f} of {self.max_bytes / MIB:.1f} MiB; this one needs "
+                            f"{nbytes / MIB:.1f} MiB", FULL_RETRY_SECONDS)
+        self._nbytes += nbytes - place.nbytes
+        place.nbytes = nbytes
 
     def _appoint(self) -> None:
         """The first in line is to lead, unless a forward runs or somebody is about to run one."""
@@ -328,7 +360,7 @@ class Scheduler:
         started = time.perf_counter()
         failure, interrupted, scores, bad = None, False, None, False
         try:
-            sequences = [s for part in parts for s in part.work.sequences[part.start:part.end]]
+            sequences = Sequences.join([part.work.sequences.part(part.start, part.end) for part in parts])
             scores = self._infer(sequences)
             if len(scores) != len(sequences):
                 raise RuntimeError(f"{len(scores)} scores for {len(sequences)} sequences")
@@ -342,7 +374,7 @@ class Scheduler:
                              exc_info=error)
         seconds = time.perf_counter() - started
         with self._changed:
-            at = 0
+            at, again = 0, []
             for part in parts:
                 work, n = part.work, part.end - part.start
                 if work.ended:                          # its thread was interrupted
@@ -351,12 +383,18 @@ class Scheduler:
                 if failure is not None:
                     self._end(work, InferenceError("model inference failed"))
                     continue
-                work.scores[part.start:part.end] = scores[at:at + n]
+                found = scores[at:at + n]
                 at += n
                 work.seconds += seconds
                 work.forwards += 1
-                work.next = part.end
-                if not np.isfinite(work.scores[part.start:part.end]).all():
+                finite = bool(np.isfinite(found).all())
+                if not finite and len(parts) > 1 and not self._closed:
+                    work.alone = True
+                    again.append(work)
+                    continue
+                work.scores[work.sequences.order[part.start:part.end]] = found
+                work.next, work.alone = part.end, False
+                if not finite:
                     bad = True
                     logger.error("a forward gave a score that is not finite")
                     self._end(work, InferenceError("model inference failed"))
@@ -366,6 +404,10 @@ class Scheduler:
                     self._end(work, ShuttingDown("the worker is shutting down", SHUTDOWN_RETRY_SECONDS))
                 else:
                     self._waiting.append(work)
+            self._waiting.extendleft(reversed(again))
+        if again:
+            logger.warning("a forward of %d requests gave %d of them scores that are not finite; each is computed once more "
+                           "alone", len(parts), len(again))
         if interrupted:
             raise failure
         if failure is not None or bad:

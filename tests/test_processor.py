@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jev.contract import MAX_ERRORS, ContractError, Request, parse_request
+from jev.model.sequences import ID, Sequences
 from jev.processor import QWEN2_SPLIT, QWEN3_5_SPLIT, Processor, ProcessorError, separable, words
 
 NAMES = ("jev-latest",)
@@ -59,7 +62,7 @@ def choice(options: dict) -> dict:
 NOUL = {"type": "noul", "instructions": "Ready?"}
 
 
-def lists(sequences: list[np.ndarray]) -> list[list[int]]:
+def lists(sequences: Sequence[np.ndarray]) -> list[list[int]]:
     assert all(ids.dtype == np.int32 and ids.ndim == 1 for ids in sequences)
     return [ids.tolist() for ids in sequences]
 
@@ -156,7 +159,7 @@ def test_words_make_up_the_text_and_its_tokens_whatever_is_remembered(processor,
         patch.setattr(processor, "_remembered", {})
         for text in texts * 2:
             assert "".join(words(text)) == text
-            assert list(processor._encode_texts([text])[text]) == processor._tokenizer.encode(text, add_special_tokens=False).ids
+            assert np.frombuffer(processor._encode_texts([text])[text], ID).tolist() == processor._tokenizer.encode(text, add_special_tokens=False).ids
             assert len(processor._remembered) <= remembered
 
 
@@ -253,6 +256,7 @@ def test_255_candidates_over_a_long_state_share_its_tokens(processor, tokenizati
     request = request_of(state, {"c": choice({f"option {i}": f"description number {i}" for i in range(255)})})
     start = time.perf_counter()
     sequences = processor.encode(request)
+    assert sequences.nbytes < 100_000 < 4 * sequences.total
     apart = time.perf_counter() - start
     start = time.perf_counter()
     expected = processor._encode_whole(request)
@@ -312,7 +316,7 @@ def test_the_tokens_of_all_candidates_together_are_limited(byte_tokenizer, tmp_p
     monkeypatch.setattr("jev.processor.MAX_TOKENS", total)
     processor.encode(request)
     monkeypatch.setattr("jev.processor.MAX_TOKENS", total - 1)
-    monkeypatch.setattr(np, "concatenate", None)        # refused before the prompts are put together
+    monkeypatch.setattr(Sequences, "front_coded", None)        # refused before the prompts are sorted
     with pytest.raises(ContractError) as refused:
         processor.encode(request)
     error, = refused.value.errors
@@ -344,3 +348,34 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ProcessorError, match="tokenizer.json"):
         Processor(path, "", "", 400)
+
+
+@settings(deadline=None, max_examples=60)
+@given(tricky, st.lists(tricky, min_size=1, max_size=3), st.lists(tricky, min_size=1, max_size=4, unique=True))
+def test_prompts_share_what_they_have_in_common_and_know_where_the_state_ends(processor, tokenization_vectors, state,
+                                                                            instructions, names):
+    request = request_of(state, {
+        f"{kind}{i}": {"type": kind, "instructions": text,
+                       **({} if kind == "noul" else {"criteria": dict.fromkeys(names) if kind == "choice" else names * 2})}
+        for i, text in enumerate(instructions) for kind in ("choice", "noul", "score")})
+    found, expected = processor.encode(request), processor._encode_whole(request)
+    for name in ("tokens", "starts", "shared"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    context = tokenization_vectors["chat_prefix"] + request.questions[0].parts[0][0]
+    before = processor._tokenizer.encode(context, add_special_tokens=False).ids
+    assert set(found.state_ends.tolist()) == {len(before)}
+    assert all(ids[:len(before)].tolist() == before for ids in found)
+
+
+def test_fifty_million_ids_of_a_small_body_take_a_few_megabytes(processor):
+    options = dict.fromkeys(map(str, range(255)))
+    questions = {str(i): {"type": "choice", "instructions": f"Pick {i}", "criteria": options} for i in range(200)}
+    request = request_of("It was late. " * 240, questions)
+    tracemalloc.start()
+    try:
+        sequences = processor.encode(request)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(sequences) == 51_000 and sequences.total > 50_000_000
+    assert held < 12 << 20 and peak < 48 << 20, (held, peak)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jev.model.row_pool import count_rows
-from jev.scheduler import Cancelled, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose, row_costs
+from jev.model.sequences import Sequences
+from jev.scheduler import Cancelled, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose
 from tests.fakes import eventually
 
 
@@ -27,8 +28,11 @@ def family(seed: int, count: int, prefix: int = 20, tail: int = 3) -> list[np.nd
 
 
 def work(sequences: list[np.ndarray], next: int = 0) -> Work:
-    return Work(Place(None), sequences, count_rows(sequences), row_costs(sequences),
-                np.empty(len(sequences), np.float32), next)
+    return Work(Place(None), Sequences.of(sequences), np.empty(len(sequences), np.float32), next)
+
+
+def rows_of(parts) -> int:
+    return count_rows([s for p in parts for s in p.work.sequences.part(p.start, p.end)])
 
 
 def score(sequences: list[np.ndarray]) -> np.ndarray:
@@ -69,7 +73,7 @@ def start():
 
 def submit(scheduler: Scheduler, sequences: list[np.ndarray], cancelled=None):
     with scheduler.admit(cancelled) as place:
-        return scheduler.run(place, sequences, count_rows(sequences))
+        return scheduler.run(place, Sequences.of(sequences))
 
 
 @pytest.fixture
@@ -105,12 +109,6 @@ def in_line(pool):
 # Composition
 
 
-def test_row_costs_follow_common_prefixes():
-    sequences = [tokens(1, 2, 3), tokens(1, 2, 4, 5), tokens(1, 2, 4, 5), tokens(7), tokens(7, 8)]
-    assert row_costs(sequences).tolist() == [0, 3, 5, 6, 7, 8]      # the duplicate still counts as one
-    assert count_rows(sequences) == 7
-
-
 sequence_sets = st.lists(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=8), min_size=1, max_size=6)
 
@@ -122,9 +120,8 @@ def test_forwards_keep_to_the_budget_and_get_everyone_through(sets, max_rows):
     waiting, done, forwards = list(works), {id(w): [] for w in works}, 0
     while waiting:
         parts = compose(waiting, max_rows)
-        batch = [s for p in parts for s in p.work.sequences[p.start:p.end]]
-        assert parts[0].work is waiting[0] and batch
-        assert count_rows(batch) <= max_rows and len(batch) <= max_rows
+        assert parts[0].work is waiting[0] and all(p.end > p.start for p in parts)
+        assert rows_of(parts) <= max_rows and sum(p.end - p.start for p in parts) <= max_rows
         for p in parts:
             assert p.start == p.work.next
             done[id(p.work)] += range(p.start, p.end)
@@ -143,12 +140,14 @@ def test_a_request_that_fits_is_never_split():
     assert [(p.start, p.end) for p in parts] == [(0, 50)]
 
 
-def test_exact_rows_count_where_neighbours_share_less_than_the_trie():
-    # a, b, a', b': neighbours share one token, the trie shares far more.
+def test_a_request_is_cut_where_its_prompts_share_least():
+    # a, b, a', b': neighbours share one token as they are given, and 31 in lexicographic order.
     a, b = [1] + [2] * 30, [1] + [3] * 30
-    sequences = [tokens(*a, 4), tokens(*b, 4), tokens(*a, 5), tokens(*b, 5)]
-    assert row_costs(sequences)[-1] > 100 > count_rows(sequences)
-    assert compose([work(sequences)], max_rows=100)[0].end == 4
+    split = work([tokens(*a, 4), tokens(*b, 4), tokens(*a, 5), tokens(*b, 5)])
+    assert split.sequences.rows == 65
+    part, = compose([split], max_rows=40)
+    assert (part.end, rows_of([part])) == (2, 33)
+    assert split.sequences.order[part.start:part.end].tolist() == [0, 2]
 
 
 def test_small_requests_ride_along_with_a_large_one():
@@ -156,8 +155,7 @@ def test_small_requests_ride_along_with_a_large_one():
     parts = compose([large, *small], max_rows=600)
     assert [p.end for p in parts[1:]] == [2] * 6                    # all of the small ones
     assert 0 < parts[0].end < 500                                   # and as much of the large one as fits
-    rows = count_rows([s for p in parts for s in p.work.sequences[p.start:p.end]])
-    assert 590 <= rows <= 600
+    assert 590 <= rows_of(parts) <= 600
 
 
 def test_duplicates_do_not_make_a_forward_of_unlimited_width():
@@ -359,30 +357,30 @@ def test_whoever_was_to_lead_may_leave(occupied, in_line):
 
 
 def test_nothing_runs_beside_what_follows_a_failure(occupied, in_line, pool):
-    """A large request leads, a part of another's scores is not finite, and the leader, in line again, leaves meanwhile."""
+    """A request alone has a score that is not finite, and a large one, in line again, leaves meanwhile."""
     probing, probed = threading.Event(), threading.Event()
 
     def after_failure():
         probing.set()
         assert probed.wait(30)
-    scheduler, infer, busy = occupied(max_rows=60, capacity=3, after_failure=after_failure)
+    scheduler, infer, busy = occupied(max_rows=60, capacity=4, after_failure=after_failure)
     gone = threading.Event()
     large = in_line(scheduler, family(1, 40), gone.is_set)
     bad = in_line(scheduler, family(2, 1))
     scheduler._infer = lambda sequences: np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32)
     infer.gate.set()
     assert busy.result(10) and probing.wait(10)
-    with pytest.raises(InferenceError):
-        bad.result(10)
     assert [work.next for work in scheduler._waiting] != [0]         # the large one, some of it computed
     scheduler._infer = infer
     others = [pool.submit(submit, scheduler, family(i, 1)) for i in (3, 4)]
-    eventually(lambda: scheduler.admitted == 3)
+    eventually(lambda: scheduler.admitted == 4)
     gone.set()
     late = pool.submit(submit, scheduler, family(5, 1))              # finds the queue full: the one that left is let go
     eventually(lambda: len(scheduler._waiting) == 3)
     assert len(infer.forwards) == 1 and scheduler._leader is None
     probed.set()
+    with pytest.raises(InferenceError):
+        bad.result(10)
     for future in (*others, late):
         assert future.result(10).scores.size == 1
     with pytest.raises(Cancelled):

@@ -29,7 +29,10 @@ class Backbone(Protocol):
     max_rows: int       # rows that one forward pass takes
 
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-        """(BF16 hidden states uint16 [n, h] in the order of ``sequences``, rows computed). Raises BackendError."""
+        """(BF16 hidden states uint16 [n, h] of each sequence's last token in the order given, rows computed).
+
+        ``Sequences`` come as they are; arrays of ids (int32 [length]) are put in order first. Raises BackendError.
+        """
 
     def bound(self, pool: RowPool) -> Bound:
         """For a pass operation by operation over this pool, as ``jev.audit`` makes it. Raises BackendError."""

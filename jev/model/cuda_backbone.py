@@ -23,6 +23,7 @@ from jev.model.forward import forward
 from jev.model.ops.cuda import CudaOps
 from jev.model.ops.cuda_buffers import Activation, Buffers, CudaWeights
 from jev.model.row_pool import RowPool
+from jev.model.sequences import Sequences
 from jev.model.weights import Model, Spec
 from jev_kernels.gemm.selection import Gemm
 from jev_kernels.runtime import device, disk, graph as graphs
@@ -185,12 +186,12 @@ class CudaBackbone:
         return self._runners[bucket]
 
     def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-        """BF16 (uint16) [n, hidden] of each sequence's last token, and the rows that were computed."""
+        """See ``Backbone``."""
         with reported("the forward pass failed on the GPU"):
             cuda.current_context()            # the calling thread may be new to CUDA
-            return self._hidden(list(sequences))
+            return self._hidden(Sequences.of(sequences))
 
-    def _hidden(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
+    def _hidden(self, sequences: Sequences) -> tuple[np.ndarray, int]:
         pool = row_pool.build(sequences)
         bucket = choose(pool, self.buckets)
         if bucket is None:
@@ -217,15 +218,15 @@ class CudaBackbone:
         if pool.ids.max() >= self.config.vocab_size:
             raise BackendError(f"token {pool.ids.max()} is not in the vocabulary of {self.config.vocab_size}")
 
-    def _in_parts(self, sequences: list[np.ndarray]) -> tuple[np.ndarray, int]:
-        """Two forwards where one would not hold everything, halved in sorted order so that prefixes stay together."""
-        if len(sequences) == 1:
-            raise BackendError(f"a sequence of {len(sequences[0])} tokens does not fit in {self.max_rows} rows")
-        order = row_pool.sorted_order(sequences)
-        out, rows = np.empty((len(sequences), self.config.hidden_size), np.uint16), 0
-        for part in (order[:len(order) // 2], order[len(order) // 2:]):
-            out[part], n = self._hidden([sequences[i] for i in part])
-            rows += n
+    def _in_parts(self, sequences: Sequences) -> tuple[np.ndarray, int]:
+        """Two forwards where one would not hold everything, halved in lexicographic order: prefixes stay together."""
+        n = len(sequences)
+        if n == 1:
+            raise BackendError(f"a sequence of {sequences.longest} tokens does not fit in {self.max_rows} rows")
+        out, rows = np.empty((n, self.config.hidden_size), np.uint16), 0
+        for start, end in ((0, n // 2), (n // 2, n)):
+            out[sequences.order[start:end]], computed = self._hidden(sequences.part(start, end))
+            rows += computed
         return out, rows
 
     def close(self) -> None:

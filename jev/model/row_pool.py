@@ -2,20 +2,22 @@
 
 Causal layers make a row's hidden state a function of its prefix alone, so sequences that share a prefix share its rows.
 ``build`` puts sequences into a trie whose nodes are rows, numbered depth first: the rows that a sequence does not share
-with the one before it (in sorted order) are its *branch*, consecutive rows at consecutive positions. What mixes along a
-sequence reads the indices described in ``jev_kernels.pool``.
+with the one before it (in lexicographic order, see ``Sequences``) are its *branch*, consecutive rows at consecutive
+positions. What mixes along a sequence reads the indices described in ``jev_kernels.pool``.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
+from jev.model.sequences import Sequences
 from jev_kernels.pool import CHUNK, TILE_ROWS
+
+_ZERO = np.zeros(1, np.int32)
 
 
 class Branch(NamedTuple):
@@ -26,12 +28,17 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class RowPool:
-    """The rows of one forward pass. All arrays are int32, laid out as ``jev_kernels.pool`` says."""
+    """The rows of one forward pass. All arrays are int32, laid out as ``jev_kernels.pool`` says.
+
+    path_starts: int32, where each branch's path begins in ``paths``.
+    """
     ids: np.ndarray
     positions: np.ndarray
     parents: np.ndarray
     last_rows: np.ndarray
     branches: tuple[Branch, ...]
+    paths: np.ndarray
+    path_starts: np.ndarray
     chunk_rows: np.ndarray
     chunk_out_rows: np.ndarray
     chunk_slots: np.ndarray
@@ -43,74 +50,40 @@ class RowPool:
         return len(self.ids)
 
     @cached_property
-    def path_starts(self) -> list[int]:
-        """Where each branch's path begins in ``paths``."""
-        return list(accumulate((len(b.path) for b in self.branches[:-1]), initial=0))
-
-    @cached_property
-    def paths(self) -> np.ndarray:
-        return self.branches[0].path if len(self.branches) == 1 else np.concatenate([b.path for b in self.branches])
-
-    @cached_property
     def tiles(self) -> np.ndarray:
         """Query tiles of attention, longest first."""
-        tiles = []
-        for (path, start), at in zip(self.branches, self.path_starts):
-            for first in range(start, len(path), TILE_ROWS):
-                tiles.append((path[first], min(TILE_ROWS, len(path) - first), first, at))
-        return np.array(sorted(tiles, key=lambda tile: -tile[1] - tile[2]), np.int32)
+        if len(self.branches) == 1:                 # the GPU waits for it, and a few numbers are sooner made one by one
+            n = self.n_rows
+            return np.array([(at, min(TILE_ROWS, n - at), at, 0) for at in range((n - 1) // TILE_ROWS * TILE_ROWS, -1,
+                                                                                 -TILE_ROWS)], np.int32)
+        lengths = np.array([len(path) for path, _ in self.branches])
+        starts = np.array([start for _, start in self.branches])
+        counts = -(-(lengths - starts) // TILE_ROWS)
+        first = np.repeat(starts, counts) + TILE_ROWS * _within(counts)
+        size = np.minimum(TILE_ROWS, np.repeat(lengths, counts) - first)
+        at = np.repeat(self.path_starts, counts)
+        tiles = np.stack([self.paths[at + first], size, first, at], axis=1).astype(np.int32)
+        return tiles[np.argsort(-(first + size), kind="stable")]
 
 
-def shared_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Tokens that two sequences have in common at their start."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(differ.argmax()) if differ.any() else n
-
-
-def sorted_order(sequences: Sequence[np.ndarray]) -> list[int]:
-    """Indices of the sequences in lexicographic order, in which those that share a prefix stand together."""
-    if len(sequences) == 1:
-        return [0]
-    keys = [s.astype(">u4").tobytes() for s in sequences]
-    return sorted(range(len(keys)), key=keys.__getitem__)
-
-
-def _sorted_unique(sequences: Sequence[np.ndarray]) -> tuple[list[int], list[np.ndarray], list[int]]:
-    """(order, arrays, shared): indices in lexicographic order, and per entry the tokens shared with the one before.
-
-    A duplicate of the entry before it shares all of its tokens.
-    """
-    order = sorted_order(sequences)
-    arrays = [sequences[i] for i in order]
-    return order, arrays, [0] + [shared_prefix(a, b) for a, b in zip(arrays, arrays[1:])]
-
-
-def _checked(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    if not len(sequences):
-        raise ValueError("a forward pass needs at least one sequence")
-    arrays = [np.asarray(s, np.int32) for s in sequences]
-    for i, s in enumerate(arrays):
-        if s.ndim != 1 or not len(s):
-            raise ValueError(f"sequence {i} must be a non-empty row of token ids, got shape {s.shape}")
-        if s.min() < 0:
-            raise ValueError(f"sequence {i} holds a negative token id")
-    return arrays
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0..n-1 for each n of ``counts``, one after another."""
+    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def count_rows(sequences: Sequence[np.ndarray]) -> int:
     """Nodes of the sequences' token trie: the rows that a forward pass over them computes."""
-    _, arrays, shared = _sorted_unique(_checked(sequences))
-    return sum(map(len, arrays)) - sum(shared)
+    return Sequences.of(sequences).rows
 
 
 def build(sequences: Sequence[np.ndarray]) -> RowPool:
-    """The row pool of one or more token sequences (int32 [length], length >= 1, in any order, duplicates welcome).
+    """The row pool of one or more token sequences: ``Sequences``, or arrays (int32 [length], length >= 1), in any order,
+    duplicates welcome.
 
     ``last_rows`` follows the order given. Raises ValueError for an empty set or sequence, or a negative id.
     """
-    arrays = _checked(sequences)
-    return _single(*arrays) if len(arrays) == 1 else _trie(arrays)
+    sequences = Sequences.of(sequences)
+    return _single(sequences.tokens) if len(sequences) == 1 else _trie(sequences)
 
 
 def _single(tokens: np.ndarray) -> RowPool:
@@ -121,48 +94,58 @@ def _single(tokens: np.ndarray) -> RowPool:
     chunk_rows[:len(tokens)] = rows
     chunk_rows = chunk_rows.reshape(-1, CHUNK)
     return RowPool(ids=tokens, positions=rows, parents=rows - 1, last_rows=rows[-1:], branches=(Branch(rows, 0),),
-                   chunk_rows=chunk_rows, chunk_out_rows=chunk_rows, chunk_slots=np.full(chunks, -1, np.int32),
-                   runs=np.array([(0, chunks, -1, 0)], np.int32), n_slots=0)
+                   paths=rows, path_starts=_ZERO, chunk_rows=chunk_rows, chunk_out_rows=chunk_rows,
+                   chunk_slots=np.full(chunks, -1, np.int32), runs=np.array([(0, chunks, -1, 0)], np.int32), n_slots=0)
 
 
-def _trie(sequences: Sequence[np.ndarray]) -> RowPool:
-    order, arrays, shared = _sorted_unique(sequences)
-    last_rows = np.empty(len(arrays), np.int32)
-    ids, positions, parents, branches = [], [], [], []
-    chunk_rows, chunk_out, runs, slot_of = [], [], [], {}
-    n_rows = total_chunks = 0
-    path = np.empty(0, np.int32)
-    chain: list[int] = []                       # chunks along the current path
-    for index, tokens, start in zip(order, arrays, shared):
-        if start < len(tokens) or not n_rows:
-            own = np.arange(n_rows, n_rows + len(tokens) - start, dtype=np.int32)
-            path = np.concatenate([path[:start], own])
-            ids.append(tokens[start:])
-            positions.append(np.arange(start, len(tokens), dtype=np.int32))
-            up = own - 1
-            up[0] = path[start - 1] if start else -1
-            parents.append(up)
-            branches.append(Branch(path, start))
-            n_rows += len(own)
+def _trie(sequences: Sequences) -> RowPool:
+    """Rows are the sequences' own tokens, in lexicographic order: all that depends on a branch's length alone is made for
+    all branches at once, paths and what is read from them branch by branch."""
+    n_rows, row_starts = sequences.rows, sequences.starts
+    own = np.diff(row_starts)
+    last_rows = np.empty(len(sequences), np.int32)
+    last_rows[sequences.order] = row_starts[1:] - 1                 # a duplicate ends where the one before it does
 
-            first = start // CHUNK              # the chunk that holds the first own position
-            n_chunks = -(-len(tokens) // CHUNK) - first
-            rows = np.full(n_chunks * CHUNK, -1, np.int32)
-            rows[:len(tokens) - first * CHUNK] = path[first * CHUNK:]
-            out = rows.copy()
-            out[:start - first * CHUNK] = -1
-            base = total_chunks
-            slot = slot_of.setdefault(chain[first - 1], len(slot_of)) if first else -1
-            runs.append((base, n_chunks, slot, 0))
-            chain = chain[:first] + list(range(base, base + n_chunks))
-            total_chunks += n_chunks
-            chunk_rows.append(rows.reshape(-1, CHUNK))
-            chunk_out.append(out.reshape(-1, CHUNK))
-        last_rows[index] = path[-1]
-    rows = np.concatenate(chunk_rows)
-    slots = np.full(len(rows), -1, np.int32)
-    for chunk, slot in slot_of.items():
-        slots[chunk] = slot
-    return RowPool(ids=np.concatenate(ids), positions=np.concatenate(positions), parents=np.concatenate(parents),
-                   last_rows=last_rows, branches=tuple(branches), chunk_rows=rows, chunk_out_rows=np.concatenate(chunk_out),
-                   chunk_slots=slots, runs=np.array(runs, np.int32), n_slots=len(slot_of))
+    branching = np.flatnonzero(own)
+    starts, lengths, first_rows = sequences.shared[branching], sequences.lengths[branching], row_starts[branching]
+    path_ends = lengths.cumsum()
+    first_chunks = starts // CHUNK                                  # of a branch: the one that holds its first own position
+    n_chunks = -(-lengths // CHUNK) - first_chunks
+    chunk_ends = n_chunks.cumsum()
+
+    rows = np.arange(n_rows, dtype=np.int32)
+    parents = rows - 1
+    paths = np.empty(path_ends[-1], np.int32)
+    chunk_rows = np.full(chunk_ends[-1] * CHUNK, -1, np.int32)
+    chunk_out = chunk_rows.copy()
+    chunk_slots = np.full(chunk_ends[-1], -1, np.int32)
+    slots, branches = [], []
+    chain = [0] * int(-(-lengths.max() // CHUNK))                   # chunks along the current path
+    before, n_slots = paths, 0
+    for start, length, row, path_end, first, count, chunk_end in zip(
+            starts.tolist(), lengths.tolist(), first_rows.tolist(), path_ends.tolist(), first_chunks.tolist(),
+            n_chunks.tolist(), chunk_ends.tolist()):
+        path = paths[path_end - length:path_end]
+        path[:start] = before[:start]
+        path[start:] = rows[row:row + length - start]
+        parents[row] = path[start - 1] if start else -1
+        branches.append(Branch(path, start))
+        before = path
+
+        slot = -1
+        if first:
+            slot = int(chunk_slots[chain[first - 1]])
+            if slot < 0:
+                slot = chunk_slots[chain[first - 1]] = n_slots
+                n_slots += 1
+        slots.append(slot)
+        chunk = chunk_end - count
+        chain[first:first + count] = range(chunk, chunk_end)
+        skipped, at = first * CHUNK, chunk * CHUNK
+        chunk_rows[at:at + length - skipped] = path[skipped:]
+        chunk_out[at + start - skipped:at + length - skipped] = path[start:]
+    runs = np.stack([chunk_ends - n_chunks, n_chunks, slots, np.zeros_like(n_chunks)], axis=1).astype(np.int32)
+    return RowPool(ids=sequences.tokens, positions=(rows - np.repeat(row_starts[:-1] - sequences.shared, own)).astype(np.int32),
+                   parents=parents, last_rows=last_rows, branches=tuple(branches), paths=paths,
+                   path_starts=(path_ends - lengths).astype(np.int32), chunk_rows=chunk_rows.reshape(-1, CHUNK),
+                   chunk_out_rows=chunk_out.reshape(-1, CHUNK), chunk_slots=chunk_slots, runs=runs, n_slots=n_slots)

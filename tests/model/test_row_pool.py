@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from jev.model import row_pool, weights
 from jev.model.forward import forward
 from jev.model.ops.numpy import NumpyOps
+from jev.model.sequences import Sequences
 from jev_kernels import pool as layout
 from tests import models
 
@@ -101,7 +102,7 @@ def test_every_row_has_one_tile_and_one_chunk_that_writes_it(sequences):
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 200, 1000])
 def test_a_single_sequence_is_a_trie_of_one(length):
     sequence = np.random.default_rng(length).integers(0, 9, length)
-    pool, trie = row_pool.build([sequence]), row_pool._trie([sequence])
+    pool, trie = row_pool.build([sequence]), row_pool._trie(Sequences.of([sequence]))
     for f in fields(pool):
         if f.name != "branches":
             np.testing.assert_array_equal(getattr(pool, f.name), getattr(trie, f.name), f.name)
