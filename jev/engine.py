@@ -22,7 +22,7 @@ from jev.contract import ContractError
 from jev.model.backbone import Backbone, BackendError
 from jev.model.sequences import Sequences
 from jev.processor import Processor
-from jev.scheduler import MIB, Cancelled, InferenceError, Place, QueueFull, Refused, RequestTooLarge, Scheduler, ShuttingDown
+from jev.scheduler import MIB, Cancelled, Inferred, InferenceError, Place, QueueFull, Refused, RequestTooLarge, Scheduler, ShuttingDown
 from jev.settings import Settings
 
 __all__ = ["Cancelled", "ContractError", "Engine", "InferenceError", "QueueFull", "Refused", "RequestTooLarge",
@@ -62,7 +62,8 @@ class Engine:
             raise BackendError(f"prompts of up to {manifest.max_length} tokens do not fit in a forward pass of "
                                f"{self.max_rows} rows: lower OPEN_JEV_MAX_LENGTH{advice}")
         self.processor = Processor.of(export)
-        self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe, settings.queue_mb * MIB)
+        self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe, settings.queue_mb * MIB,
+                                   backbone.resumable)
         self._large = threading.Lock()
         prompt, = contract.parse_request(WARM_UP, export.model_names).questions[0].prompts
         # Cut, which no request ever is: a worker for very short prompts has to start too.
@@ -102,8 +103,9 @@ class Engine:
             "inference_seconds": result.seconds,
             "base_revision": manifest.base_revision,
             "max_length": manifest.max_length,
-            # rows: distinct token rows of this request, whatever else shared the forward.
-            "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": sequences.rows},
+            # rows: distinct token rows of this request, whatever else shared the forward. cached: those of them that were
+            # kept from earlier requests.
+            "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": sequences.rows, "cached": result.cached},
         }
         if self.export.demo:
             metadata |= {"demo": True, "notice": DEMO_NOTICE}
@@ -150,17 +152,17 @@ class Engine:
         self.scheduler.close(timeout=5)
         self.backbone.close()
 
-    def _infer(self, sequences: Sequences) -> np.ndarray:
-        hidden, _ = self.backbone.hidden(sequences)
-        scores = self.export.head.score(hidden)
+    def _infer(self, sequences: Sequences) -> Inferred:
+        found = self.backbone.hidden(sequences)
+        scores = self.export.head.score(found.hidden)
         self.ready = True
-        return scores
+        return Inferred(scores, found.resumed)
 
     def _probe(self) -> None:
         """After a failed forward: does the backbone still work? No other forward runs meanwhile."""
         self.ready = False
         try:
-            scores = self._infer(self._warm_up)
+            scores = self._infer(self._warm_up).scores
             self.ready = bool(np.isfinite(scores).all())
         except Exception as error:
             self.ready = False

@@ -39,6 +39,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,7 +47,13 @@ from jev.model.sequences import Sequences
 
 logger = logging.getLogger("jev.scheduler")
 
-Infer = Callable[[Sequences], np.ndarray]
+class Inferred(NamedTuple):
+    """scores: float32 [n] in the order given. resumed: intp [n], in lexicographic order, tokens that were not computed."""
+    scores: np.ndarray
+    resumed: np.ndarray
+
+
+Infer = Callable[[Sequences], Inferred]
 
 FULL_RETRY_SECONDS = 1
 SHUTDOWN_RETRY_SECONDS = 5
@@ -98,7 +105,7 @@ class Work:
     """The sequences of one admitted request, and the scores of those before ``next`` in lexicographic order.
 
     scores: float32 [n] in the order the sequences were given. alone: a score was not finite, and the next forward is for
-    this work only.
+    this work only. cached: rows that were not computed. resumable: tells how many tokens of a sequence would not be now.
     """
 
     place: Place
@@ -108,15 +115,24 @@ class Work:
     alone: bool = False
     seconds: float = 0.0
     forwards: int = 0
+    cached: int = 0
+    resumable: Callable[[np.ndarray], int] = lambda ids: 0
     error: Exception | None = None
     ended: bool = False
     turn: threading.Event = field(default_factory=threading.Event)      # it has ended, or it is to lead
+
+    def _resumed_by_all(self) -> int:
+        """Rows that no sequence needs, because a prefix that all of them share is kept."""
+        if self.next:
+            return 0
+        tokens = self.resumable(self.sequences.at_rank(0))
+        return tokens if tokens and (len(self.sequences) == 1 or tokens <= self.sequences.shared[1:].min()) else 0
 
     def reach(self, start: int, end: int, rows: int) -> tuple[int, int]:
         """How far a forward that has taken ``start..end`` gets with ``rows`` more: (new end, rows it costs)."""
         bounds = self.sequences.bounds
         if start == end:
-            whole = max(self.sequences.rows, len(self.sequences))
+            whole = max(self.sequences.rows - self._resumed_by_all(), len(self.sequences))
             if start == 0 and whole <= rows:
                 return len(self.sequences), whole
             first = self.sequences.lengths[start]
@@ -131,11 +147,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Result:
-    """scores: float32, one for each sequence in order; seconds: wall time of the forwards that computed them."""
+    """scores: float32, one for each sequence in order; seconds: wall time of the forwards that computed them.
+    cached: token rows that were not computed, being kept from earlier forwards."""
 
     scores: np.ndarray
     seconds: float
     forwards: int
+    cached: int = 0
 
 
 @dataclass
@@ -171,6 +189,13 @@ def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
     return [part for part in parts if part.end > part.start]
 
 
+def _distinct(sequences: Sequences, part: Part, resumed: np.ndarray) -> int:
+    """Of ``resumed`` tokens of a part's sequences, in lexicographic order, those that differ: rows, not tokens."""
+    shared = sequences.shared[part.start:part.end].copy()
+    shared[0] = 0
+    return int(np.maximum(resumed - shared, 0).sum())
+
+
 class Scheduler:
     """Runs ``infer`` (sequences -> float32 scores, blocking) for the requests of many threads, one call at a time.
 
@@ -180,11 +205,12 @@ class Scheduler:
     """
 
     def __init__(self, infer: Infer, max_rows: int, capacity: int, after_failure: Callable[[], None] = lambda: None,
-                 max_bytes: int = 1 << 30):
+                 max_bytes: int = 1 << 30, resumable: Callable[[np.ndarray], int] = lambda ids: 0):
         self.max_rows = max_rows
         self.capacity = capacity
         self.max_bytes = max_bytes
         self._infer = infer
+        self._resumable = resumable
         self._after_failure = after_failure
         self._changed = threading.Condition()          # guards everything below
         self._waiting: deque[Work] = deque()
@@ -240,7 +266,7 @@ class Scheduler:
         InferenceError, QueueFull or RequestTooLarge for its memory, or ValueError for a sequence longer than a forward."""
         if sequences.longest > self.max_rows:
             raise ValueError(f"a sequence of {sequences.longest} tokens does not fit in a forward of {self.max_rows} rows")
-        work = Work(place, sequences, np.empty(len(sequences), np.float32))
+        work = Work(place, sequences, np.empty(len(sequences), np.float32), resumable=self._resumable)
         with self._changed:
             if self._closed:
                 raise ShuttingDown("the worker has shut down", SHUTDOWN_RETRY_SECONDS)
@@ -262,7 +288,7 @@ class Scheduler:
             raise
         if work.error is not None:
             raise work.error
-        return Result(work.scores, work.seconds, work.forwards)
+        return Result(work.scores, work.seconds, work.forwards, work.cached)
 
     def drain(self) -> None:
         """Admit nothing more; what was admitted goes on."""
@@ -358,10 +384,12 @@ class Scheduler:
 
     def _forward(self, parts: list[Part]) -> None:
         started = time.perf_counter()
-        failure, interrupted, scores, bad = None, False, None, False
+        failure, interrupted, scores, resumed, bad = None, False, None, None, False
         try:
             sequences = Sequences.join([part.work.sequences.part(part.start, part.end) for part in parts])
-            scores = self._infer(sequences)
+            scores, found = self._infer(sequences)
+            resumed = np.empty(len(sequences), np.intp)
+            resumed[sequences.order] = found
             if len(scores) != len(sequences):
                 raise RuntimeError(f"{len(scores)} scores for {len(sequences)} sequences")
         except BaseException as error:                  # whatever it is, requests wait and must be told
@@ -383,7 +411,7 @@ class Scheduler:
                 if failure is not None:
                     self._end(work, InferenceError("model inference failed"))
                     continue
-                found = scores[at:at + n]
+                found, places = scores[at:at + n], slice(at, at + n)
                 at += n
                 work.seconds += seconds
                 work.forwards += 1
@@ -393,6 +421,7 @@ class Scheduler:
                     again.append(work)
                     continue
                 work.scores[work.sequences.order[part.start:part.end]] = found
+                work.cached += _distinct(work.sequences, part, resumed[places])
                 work.next, work.alone = part.end, False
                 if not finite:
                     bad = True

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from jev.model.row_pool import count_rows
 from jev.model.sequences import Sequences
-from jev.scheduler import Cancelled, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose
+from jev.scheduler import Cancelled, Inferred, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose
 from tests.fakes import eventually
 
 
@@ -39,6 +39,14 @@ def score(sequences: list[np.ndarray]) -> np.ndarray:
     return np.array([s.sum() for s in sequences], np.float32)
 
 
+def plain(scores):
+    """An ``infer`` that resumes nothing, of a function that gives scores."""
+    def infer(sequences):
+        return Inferred(scores(sequences), np.zeros(len(sequences), np.intp))
+    infer.scores = scores
+    return infer
+
+
 class Gated:
     """An ``infer`` that records its forwards and waits for a gate."""
 
@@ -61,12 +69,12 @@ def start():
     made = []
 
     def start(infer, max_rows=1000, capacity=16, after_failure=lambda: None):
-        made.append(Scheduler(infer, max_rows, capacity, after_failure))
+        made.append(Scheduler(plain(infer), max_rows, capacity, after_failure))
         return made[-1]
     yield start
     for scheduler in made:
-        if isinstance(scheduler._infer, Gated):
-            scheduler._infer.gate.set()
+        if isinstance(getattr(scheduler._infer, "scores", None), Gated):
+            scheduler._infer.scores.gate.set()
         scheduler.close(timeout=10)
         assert scheduler._leader is None and not scheduler._running
 
@@ -338,7 +346,7 @@ def test_the_main_thread_can_be_interrupted_while_it_leads(start, pool, caplog):
     with pytest.raises(KeyboardInterrupt):
         submit(scheduler, family(0, 1))
     assert scheduler.admitted == 0 and not caplog.records
-    scheduler._infer = score
+    scheduler._infer = plain(score)
     assert pool.submit(submit, scheduler, family(1, 2)).result(10).scores.size == 2
 
 
@@ -367,11 +375,11 @@ def test_nothing_runs_beside_what_follows_a_failure(occupied, in_line, pool):
     gone = threading.Event()
     large = in_line(scheduler, family(1, 40), gone.is_set)
     bad = in_line(scheduler, family(2, 1))
-    scheduler._infer = lambda sequences: np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32)
+    scheduler._infer = plain(lambda sequences: np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32))
     infer.gate.set()
     assert busy.result(10) and probing.wait(10)
     assert [work.next for work in scheduler._waiting] != [0]         # the large one, some of it computed
-    scheduler._infer = infer
+    scheduler._infer = plain(infer)
     others = [pool.submit(submit, scheduler, family(i, 1)) for i in (3, 4)]
     eventually(lambda: scheduler.admitted == 4)
     gone.set()
@@ -391,7 +399,7 @@ def test_a_failure_around_the_forward_tells_everybody(occupied, in_line, monkeyp
     """A wrong number of scores, or no memory to compose: an error for those concerned, and the next forward runs."""
     scheduler, infer, busy = occupied()
     others = [in_line(scheduler, family(i, 2)) for i in range(1, 4)]
-    scheduler._infer = lambda sequences: np.ones(1, np.float32)
+    scheduler._infer = plain(lambda sequences: np.ones(1, np.float32))
     infer.gate.set()
     assert busy.result(10)
     for future in others:
@@ -402,7 +410,7 @@ def test_a_failure_around_the_forward_tells_everybody(occupied, in_line, monkeyp
         patch.setattr("jev.scheduler.compose", lambda waiting, rows: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             submit(scheduler, family(1, 1))
-    scheduler._infer = score
+    scheduler._infer = plain(score)
     assert submit(scheduler, family(1, 1)).scores.size == 1
     assert scheduler.admitted == 0 and scheduler.busy_seconds == 0
 

@@ -69,12 +69,9 @@ class Kept:
 
 @dataclass
 class Counters:
-    """Since the start. tokens: not computed again. evictions: snapshots that made room."""
-    lookups: int = 0
-    hits: int = 0
-    tokens: int = 0
+    """Since the start. evictions: snapshots that made room. skipped: boundaries not kept for want of room."""
     evictions: int = 0
-    skipped: int = 0                # boundaries not kept for want of room
+    skipped: int = 0
 
 
 def keys(ids: np.ndarray) -> Iterator[bytes]:
@@ -193,7 +190,6 @@ class Transaction:
         """The longest kept prefix of ``ids`` (int32 [length]) that leaves at least one token to compute, pinned."""
         self._check()
         tree = self.tree
-        tree.counters.lookups += 1
         found = [b for b in tree._walk(ids[:len(ids) - 1], self) if b.owner is None]
         at = next((b for b in reversed(found) if b.snapshot is not None and b.snapshot_owner is None), None)
         if at is None:
@@ -203,16 +199,14 @@ class Transaction:
         tree._touch(at)
         assert at.snapshot is not None
         tokens = at.depth * CHUNK
-        tree.counters.hits += 1
-        tree.counters.tokens += tokens
         return Resumed(tokens, tuple(b.page for b in chain if b.page is not None), at.snapshot)
 
-    def keep(self, ids: np.ndarray, boundaries: Iterable[int], resumed: int = 0) -> Kept:
+    def keep(self, ids: np.ndarray, boundaries: Iterable[int], resumed: int = 0, most: int = 1 << 30) -> Kept:
         """Reserve what makes ``ids`` resumable at each of ``boundaries`` (tokens, multiples of 64).
 
         resumed: tokens of ids that this forward does not compute; boundaries at or before it can not be kept by it. Where
         there is no room a boundary is left out, the deepest ones first to be tried. A block of the tree from which ids
-        part with what is known, gets a snapshot too: there prefixes fork.
+        part with what is known, gets a snapshot too: there prefixes fork. most: snapshots to reserve.
         """
         self._check()
         tree, computed = self.tree, resumed // CHUNK
@@ -227,7 +221,7 @@ class Transaction:
         pages: list[tuple[int, int]] = []
         snapshots: list[tuple[int, int]] = []
         self._pin(known)
-        for depth in reversed(wanted):
+        for depth in list(reversed(wanted))[:max(most, 0)]:
             added = self._extend(known, names[:depth])
             if added is None:
                 tree.counters.skipped += 1

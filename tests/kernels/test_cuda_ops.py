@@ -10,6 +10,7 @@ import pytest
 import jev.model.cuda_backbone
 import jev.model.ops.cuda
 import jev.model.ops.cuda_buffers
+import jev.model.ops.cuda_cache
 from jev.audit import paired
 from jev.model import row_pool, weights
 from jev.model.backbone import BackendError
@@ -17,6 +18,7 @@ from jev.model.buckets import Bucket
 from jev.model.forward import forward
 from jev.model.ops.audit import AuditOps, Pair
 from jev.model.ops.numpy import NumpyOps
+from jev.model.sequences import ID, Sequences
 from jev_kernels import bf16
 from jev_kernels.runtime.graph import CaptureError
 from tests import models, yardstick
@@ -33,7 +35,7 @@ LIMIT = 3e-3
 
 @pytest.fixture(autouse=True)
 def simulated_device(monkeypatch):
-    for module in (jev.model.cuda_backbone, jev.model.ops.cuda, jev.model.ops.cuda_buffers):
+    for module in (jev.model.cuda_backbone, jev.model.ops.cuda, jev.model.ops.cuda_buffers, jev.model.ops.cuda_cache):
         monkeypatch.setattr(module, "device", cuda_ops_sim)
 
 
@@ -78,7 +80,7 @@ def test_forward():
 
     made.buckets = [other]
     made.poison()
-    again, rows = made.hidden([sequences[i] for i in (1, 0, 2)])
+    again, rows, _ = made.hidden([sequences[i] for i in (1, 0, 2)])
     assert rows == 10
     lasts = np.searchsorted(bound.last_rows, pool.last_rows[[1, 0, 2]])
     np.testing.assert_array_equal(bf16.to_float32(again), hidden[lasts])
@@ -168,3 +170,25 @@ def test_every_failure_is_a_backend_error(monkeypatch):
         with pytest.raises(BackendError, match=f"the forward pass failed on the GPU: .*{error}") as caught:
             made.hidden([np.zeros(3, np.int32)])
         assert caught.value.__cause__ is error
+
+
+def test_a_resumed_prefix_gives_the_same_bits(monkeypatch):
+    """With a prefix cache: what is new is computed, from rows, states and inputs that were garbage before they were restored."""
+    monkeypatch.setattr("jev.prefix_cache.plan.LEAST_TOKENS", 64)
+    monkeypatch.setattr("jev_kernels.rowwise.exchange.BLOCKS", 2)
+    c = config(models.L, models.F, heads=1, value_heads=1)
+    tensors = models.tensors(c, 3)
+    rng = np.random.default_rng(4)
+    state = rng.integers(0, 50, 64).astype(np.int32)
+    first, second = ([np.r_[state, tail].astype(np.int32) for tail in tails] for tails in (([7],), ([8, 1], [9])))
+
+    def asked(sequences):
+        return Sequences.front_coded([0] * len(sequences), [s.astype(ID).tobytes() for s in sequences], 4 * len(state))
+    plain = cuda_ops_sim.Backbone(c, tensors, [Bucket(80)], LENGTH)
+    cached = cuda_ops_sim.Backbone(c, tensors, [Bucket(4, True, 64), Bucket(80, False, 64)], LENGTH, cache_bytes=1 << 20)
+    assert cached.hidden(asked(first)).resumed.tolist() == [0]
+    cached.poison()
+    found = cached.hidden(asked(second))
+    assert found.resumed.tolist() == [64, 64] and found.rows == 3
+    np.testing.assert_array_equal(found.hidden, plain.hidden(asked(second)).hidden)
+    assert cached.resumable(second[0]) == 64 and plain.resumable(second[0]) == 0
