@@ -22,7 +22,18 @@ from jev.contract import ContractError
 from jev.model.backbone import Backbone, BackendError
 from jev.model.sequences import Sequences
 from jev.processor import Processor
-from jev.scheduler import MIB, Cancelled, Inferred, InferenceError, Place, QueueFull, Refused, RequestTooLarge, Scheduler, ShuttingDown
+from jev.scheduler import (
+    MIB,
+    Cancelled,
+    InferenceError,
+    Inferred,
+    Place,
+    QueueFull,
+    Refused,
+    RequestTooLarge,
+    Scheduler,
+    ShuttingDown,
+)
 from jev.settings import Settings
 
 __all__ = ["Cancelled", "ContractError", "Engine", "InferenceError", "QueueFull", "Refused", "RequestTooLarge",

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from jev.model.row_pool import count_rows
 from jev.model.sequences import Sequences
-from jev.scheduler import Cancelled, Inferred, InferenceError, Place, QueueFull, Scheduler, ShuttingDown, Work, compose
+from jev.scheduler import Cancelled, InferenceError, Inferred, Place, QueueFull, Scheduler, ShuttingDown, Work, compose
 from tests.fakes import eventually
 
 

@@ -6,7 +6,6 @@ from jev.model.backbone import Backbone, BackendError
 from jev.model.numpy_backbone import NumpyBackbone
 from jev.model.ops.numpy_cache import NumpyCache
 
-
 NUMPY_CACHE_GB = 0.25
 
 

@@ -10,6 +10,7 @@ from jev_kernels.rowwise import exchange
 from jev_kernels.rowwise.exchange import Entries, Raised
 from jev_kernels.runtime.launch import address
 
+
 @pytest.fixture(autouse=True)
 def few_blocks(monkeypatch):
     monkeypatch.setattr(exchange, "BLOCKS", 3)          # simulated blocks are slow, also those that find no work

@@ -20,7 +20,7 @@ from jev_kernels import bf16
 from jev_kernels.attention import portable as attention
 from jev_kernels.gdn import conv as gdn_conv, portable as gdn
 from jev_kernels.gemm.selection import Gemm
-from jev_kernels.pool import LASTS, ROWS
+from jev_kernels.pool import LASTS, PADDING, ROWS
 from jev_kernels.rowwise import embed, exchange, rms_norm, rope
 from jev_kernels.runtime import device
 from jev_kernels.runtime.launch import address
@@ -46,6 +46,7 @@ class CudaOps:
         self.activations = buffers.activations(config, bucket)
         self.eps = config.rms_norm_eps
         of_attention = attention_columns(config)
+        of_attention["all"] = slice(0, of_attention["v"].stop)
         of_attention["kv"] = slice(of_attention["k"].start, of_attention["v"].stop)
         self._columns = {"full_attention": of_attention, "linear_attention": gdn_columns(config)}
         read = [a for a in self.activations.values() if a.name in ("x", "act", "mixed") and not a.last]
@@ -175,7 +176,8 @@ class CudaOps:
 
     def qk_rope(self, projected: Activation, q_norm: Weight, k_norm: Weight, pool: DevicePool):
         c = self.config
-        self._launch(rope.qk_rope, projected.array, q_norm.array, k_norm.array, self.buffers.rope_table,
+        rows = self._part(projected, "all", self.bucket.rows + PADDING)
+        self._launch(rope.qk_rope, rows, q_norm.array, k_norm.array, self.buffers.rope_table,
                      pool.positions, pool.live, c.num_attention_heads, c.num_key_value_heads, self.eps)
         return projected
 
