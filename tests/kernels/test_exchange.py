@@ -32,10 +32,10 @@ def counts(**of):
     return cuda.to_device(out)
 
 
-def entries(array) -> Entries:
-    """This layer's part of an array [entries, layers, ...]."""
+def entries(array, layer: int = LAYER) -> Entries:
+    """A layer's part of an array [entries, layers, ...]."""
     part = array[0, 0].nbytes
-    return Entries(address(array) + LAYER * part, LAYERS * part)
+    return Entries(address(array) + layer * part, LAYERS * part)
 
 
 def device(x):
@@ -60,10 +60,10 @@ def test_keys(restored, kept, width=48, columns=32, first=150):
     assert (on_device.copy_to_host() == wanted).all() and (of_cache.copy_to_host() == wanted_pages).all()
 
 
-@pytest.mark.parametrize("flags", [0, 2])
+@pytest.mark.parametrize("flags, first", [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("restored, kept", [((), ()), (((3, 1, 40),), ()), ((), ((2, 1),)),
                                             (((0, 2, 40), (3, 0, 43)), ((2, 1), (1, 0)))])
-def test_inputs_and_states(restored, kept, flags, width=40, columns=24, heads=2, side=8):
+def test_inputs_and_states(restored, kept, flags, first, width=40, columns=24, heads=2, side=8):
     rng = np.random.default_rng(1)
     projected, inputs = random(rng, 50, width), random(rng, 4, LAYERS, 3, columns)
     snapshots, states = (random(rng, *shape, dtype=np.float32)
@@ -76,7 +76,9 @@ def test_inputs_and_states(restored, kept, flags, width=40, columns=24, heads=2,
     entry, kept_d = device(np.array([(*e, 0) for e in restored] + [(-9,) * 4], np.int32)), device(
         np.array([*kept, (-9, -9)], np.int32))
     exchange.exchange_inputs(0, projected_d[:, 8:8 + columns], states_d, number, entry, kept_d, device(chunk_rows),
-                             entries(inputs_d), entries(snapshots_d), Raised(address(raised), flags, 4) if flags else Raised())
+                             device(chunk_slots), entries(inputs_d), entries(snapshots_d),
+                             None if first else entries(snapshots_d, LAYER - 1),
+                             Raised(address(raised), flags, 4) if flags else Raised())
     wanted, wanted_inputs, wanted_states = projected.copy(), inputs.copy(), states.copy()
     wanted_flags = np.zeros((5, heads, 2), np.uint32)
     for snapshot, slot, tail in restored:
@@ -85,6 +87,8 @@ def test_inputs_and_states(restored, kept, flags, width=40, columns=24, heads=2,
         wanted_flags[slot] = 4 if flags else 0
     for snapshot, chunk in kept:
         wanted_inputs[snapshot, LAYER] = projected[chunk_rows[chunk, -3:], 8:8 + columns]
+        if not first:                                   # the states of the layer before, which are in their slots still
+            snapshots[snapshot, LAYER - 1] = states[chunk_slots[chunk]]
     assert (projected_d.copy_to_host() == wanted).all() and (inputs_d.copy_to_host() == wanted_inputs).all()
     assert (states_d.copy_to_host().view(np.uint32) == wanted_states.view(np.uint32)).all()
     assert (raised.copy_to_host() == wanted_flags).all()
@@ -107,5 +111,11 @@ def test_refusals():
         exchange.exchange_keys(0, kv, number, pages, kept, rows, 0, Entries(0, 64))
     with pytest.raises(ValueError, match="^kept_pages must have shape"):
         exchange.exchange_keys(0, kv, number, pages, pages, rows, 0, Entries(0, 1 << 20))
+    states, inputs, far = device(np.zeros((1, 2, 8, 8), np.float32)), (number, device(np.zeros((1, 4), np.int32)), kept, rows, pages), Entries(
+        0, 1 << 20)
+    with pytest.raises(ValueError, match="^before must have entries 1048576 bytes apart, as snapshots, not 64"):
+        exchange.exchange_inputs(0, kv, states, *inputs, far, far, Entries(0, 64))
+    with pytest.raises(ValueError, match="^raised must have a multiple of 2 flags a head, not 3"):
+        exchange.exchange_inputs(0, kv, states, *inputs, far, far, raised=Raised(0, 3, 4))
     with pytest.raises(ValueError, match="^states must be contiguous"):
         exchange.keep_states(0, device(np.zeros((1, 2, 3, 3), np.float32)), number, kept, pages, Entries(0, 1 << 20))

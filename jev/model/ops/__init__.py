@@ -77,7 +77,8 @@ class Ops(Protocol):
         """The same of the convolution's inputs; and the delta rule's slots get the states of resumed prefixes."""
 
     def keep_states(self, layer: int, pool: Pool) -> None:
-        """Copy the states that are to be kept, which ``gated_delta_rule`` has left in their slots."""
+        """Copy the states that are to be kept, which ``gated_delta_rule`` has left in their slots; at the latest in
+        ``exchange_inputs`` of the next such layer, which is where a GPU does it, in one launch."""
 
     def gather_rows(self, x: Matrix, pool: Pool) -> Matrix:
         """[sequences, width]: the last row of each sequence, in the order in which they were given."""

@@ -40,7 +40,7 @@ class CudaOps:
                  cache: CudaCache | None = None, pdl: bool = True):
         self.config, self.gemm, self.buffers, self.bucket, self.stream, self.pdl = (
             config, gemm, buffers, bucket, stream, pdl)
-        self.cache = cache
+        self.cache, self._last_linear = cache, config.layer_types.count("linear_attention") - 1
         self.pool: DevicePool = buffers.pool(bucket)
         self._raised = gdn.stored_flags(buffers.scratch, bucket.chunks, config.linear_num_value_heads, gdn.on_hopper())
         self.activations = buffers.activations(config, bucket)
@@ -198,12 +198,13 @@ class CudaOps:
     def exchange_inputs(self, projected: Activation, layer: int, pool: DevicePool):
         if self.cache is not None:
             self._launch(exchange.exchange_inputs, self._part(projected, "qkv", len(projected.array)), self.buffers.states,
-                         pool.counts, pool.restored_states, pool.kept_states, pool.chunk_rows, self.cache.inputs(layer),
-                         self.cache.states(layer), self._raised)
+                         pool.counts, pool.restored_states, pool.kept_states, pool.chunk_rows, pool.chunk_slots,
+                         self.cache.inputs(layer), self.cache.states(layer), self.cache.states(layer - 1) if layer else None,
+                         self._raised)
         return projected
 
     def keep_states(self, layer: int, pool: DevicePool) -> None:
-        if self.cache is not None:
+        if self.cache is not None and layer == self._last_linear:        # those of the others go with ``exchange_inputs``
             self._launch(exchange.keep_states, self.buffers.states, pool.counts, pool.kept_states, pool.chunk_slots,
                          self.cache.states(layer))
 
