@@ -114,7 +114,8 @@ class Bucket:
         """Whether the pool fits."""
         return (pool.n_rows <= self.rows and len(pool.branches) <= self.branches and len(pool.tiles) <= self.tiles
                 and len(pool.chunk_rows) <= self.chunks and len(pool.paths) <= self.paths and pool.n_slots <= MAX_SLOTS
-                and CHUNK * len(pool.restored_pages) <= self.history and len(pool.restored_states) <= MAX_RESUMED)
+                and CHUNK * len(pool.restored_pages) <= self.history and len(pool.restored_states) <= MAX_RESUMED
+                and len(pool.kept_pages) <= self.chunks and len(pool.kept_states) <= MAX_SLOTS)
 
     def pack(self, pool: RowPool, last_rows: np.ndarray, out: np.ndarray) -> int:
         """Write the pool's metadata into ``out`` (int32 [>= size]); returns how many entries of it are in use."""
@@ -136,7 +137,7 @@ class Bucket:
         def section(name: str, size: int) -> np.ndarray:
             return out[self.sections[name].at:][:size]
         paths, parents = section("paths", len(pool.paths)), section("parents", self.rows + PADDING)
-        paths[paths >= pool.n_rows] += self.first_history - pool.n_rows
+        np.add(paths, self.first_history - pool.n_rows, out=paths, where=paths >= pool.n_rows)
         moved = np.where(pool.parents >= pool.n_rows, pool.parents + self.tails - pool.n_rows, pool.parents)
         parents[:pool.n_rows], tails = moved[:pool.n_rows], moved[pool.n_rows:]
         parents[self.tails:self.tails + len(tails)] = tails

@@ -215,8 +215,8 @@ class CudaBackbone:
             return self._hidden(Sequences.of(sequences))
 
     def _hidden(self, sequences: Sequences) -> Computed:
-        if self.cache is not None:
-            found = self._resumed(self.cache, sequences)
+        for keep in (True, False) if self.cache is not None else ():       # what is kept takes slots that branches may need
+            found = self._resumed(self.cache, sequences, keep)
             if found is not None:
                 return found
         pool = row_pool.build(sequences)
@@ -226,9 +226,9 @@ class CudaBackbone:
         self._check(sequences.longest, int(sequences.tokens.max()))
         return Computed(self.runner(bucket).run(pool, self.use_graphs), pool.n_rows, np.zeros(len(sequences), np.intp))
 
-    def _resumed(self, cache: CudaCache, sequences: Sequences) -> Computed | None:
+    def _resumed(self, cache: CudaCache, sequences: Sequences, keep: bool) -> Computed | None:
         """A forward pass that goes on from what is kept, and keeps more; None where no bucket holds such a pass."""
-        with forward_pass(cache, sequences) as made:
+        with forward_pass(cache, sequences, keep) as made:
             pool = row_pool.build(sequences, made.plan)
             bucket = choose(pool, self.buckets)
             if bucket is None:                # nothing has been done: made.finite is False still

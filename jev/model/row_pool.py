@@ -6,8 +6,8 @@ with the one before it (in lexicographic order, see ``Sequences``) are its *bran
 positions. What mixes along a sequence reads the indices described in ``jev_kernels.pool``.
 
 A prefix that is kept from an earlier forward pass has no rows: branches go on behind it (``jev.prefix_cache``). Its keys and
-values are *history*, counted as rows behind the pool's own, ``n_rows`` and further; so are, separately, three inputs of the
-convolution for each resumed prefix, its *tail*.
+values are *history*, counted as rows behind the pool's own, ``n_rows`` and further, a page that several prefixes begin with
+once; so are, separately, three inputs of the convolution for each resumed prefix, its *tail*.
 """
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class RowPool:
     @cached_property
     def tiles(self) -> np.ndarray:
         """Query tiles of attention, longest first."""
-        if len(self.branches) == 1 and not self.branches[0].start:      # the GPU waits for it, and a few numbers are sooner made one by one
-            n = self.n_rows
-            return np.array([(at, min(TILE_ROWS, n - at), at, 0) for at in range((n - 1) // TILE_ROWS * TILE_ROWS, -1,
-                                                                                 -TILE_ROWS)], np.int32)
+        if len(self.branches) == 1:     # the GPU waits for it, and a few numbers are sooner made one by one
+            n, start = self.n_rows, self.branches[0].start
+            return np.array([(at, min(TILE_ROWS, n - at), start + at, 0) for at in range((n - 1) // TILE_ROWS * TILE_ROWS, -1,
+                                                                                         -TILE_ROWS)], np.int32)
         lengths = np.array([len(path) for path, _ in self.branches])
         starts = np.array([start for _, start in self.branches])
         counts = -(-(lengths - starts) // TILE_ROWS)
@@ -96,8 +96,8 @@ def build(sequences: Sequence[np.ndarray], plan: Plan | None = None) -> RowPool:
     """
     sequences = Sequences.of(sequences)
     if plan is None or not (plan.resumed or plan.kept):
-        return _single(sequences.tokens) if len(sequences) == 1 else _trie(sequences, _NOTHING)
-    return _trie(sequences, plan)
+        return _single(sequences.tokens) if len(sequences) == 1 else _trie(sequences)
+    return _resumed(sequences.tokens, plan) if len(sequences) == 1 else _trie(sequences, plan)
 
 
 def _single(tokens: np.ndarray) -> RowPool:
@@ -112,37 +112,87 @@ def _single(tokens: np.ndarray) -> RowPool:
                    chunk_slots=np.full(chunks, -1, np.int32), runs=np.array([(0, chunks, -1, 0)], np.int32), n_slots=0)
 
 
-def _computed(sequences: Sequences, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, starts, shared) as in ``Sequences``, of what is not resumed.
+def _resumed(tokens: np.ndarray, plan: Plan) -> RowPool:
+    """The pool of one sequence of which something is resumed or kept, likewise."""
+    known = plan.resumed[0].tokens if plan.resumed else 0
+    ids, first = tokens[known:], known // CHUNK
+    n = len(ids)
+    rows = np.arange(n, dtype=np.int32)
+    path, parents, restored_pages, restored_states = rows, rows - 1, _NO_PAGES, _NO_STATES
+    chunks = -(-n // CHUNK)
+    chunk_rows = np.full(chunks * CHUNK, -1, np.int32)
+    chunk_rows[:n] = rows
+    chunk_rows = chunk_rows.reshape(-1, CHUNK)
+    chunk_slots = np.full(chunks, -1, np.int32)
+    n_slots = 0
+    if known:
+        path = np.concatenate([np.arange(n, n + known, dtype=np.int32), rows])
+        parents = np.arange(-1, n + TAPS - 1, dtype=np.int32)
+        parents[n] = -1
+        parents[0] = n + TAPS - 1
+        restored_pages = np.array(plan.resumed[0].pages, np.int32)
+        restored_states = np.array([(plan.resumed[0].snapshot, 0, n, 0)], np.int32)
+        n_slots = 1
+    kept_pages, kept_states = _NO_PAIRS, _NO_PAIRS
+    for _, places in plan.kept:
+        kept_pages = np.array([(page, block - first) for block, page in places.pages], np.int32).reshape(-1, 2)
+        kept_states = np.array([(snapshot, block - first) for block, snapshot in places.snapshots], np.int32).reshape(-1, 2)
+        chunk_slots[kept_states[:, 1]] = np.arange(n_slots, n_slots + len(kept_states))
+        n_slots += len(kept_states)
+    return RowPool(ids=ids, positions=rows + known if known else rows, parents=parents, last_rows=rows[-1:],
+                   branches=(Branch(path, known),), paths=path, path_starts=_ZERO, chunk_rows=chunk_rows,
+                   chunk_out_rows=chunk_rows, chunk_slots=chunk_slots,
+                   runs=np.array([(0, chunks, 0 if known else -1, 0)], np.int32), n_slots=n_slots,
+                   restored_pages=restored_pages, restored_states=restored_states, kept_pages=kept_pages,
+                   kept_states=kept_states)
 
-    Two neighbours share the rows of what they have in common if both resume the same prefix, or neither does one.
+
+def _history(plan: Plan, n_rows: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(pages that are restored, each once; the rows of every resumed prefix)."""
+    places: dict[int, int] = {}
+    of = [[places.setdefault(page, len(places)) for page in r.pages] for r in plan.resumed]
+    rows = [(n_rows + CHUNK * np.array(at)[:, None] + np.arange(CHUNK)).reshape(-1) for at in of]
+    return np.array(list(places), np.int32), rows
+
+
+def _computed(sequences: Sequences, plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, starts, shared, ranks): the first three as in ``Sequences``, of what is not resumed.
+
+    Sequences that resume the same prefix, or none, are a trie of their own: they come one after the other, in lexicographic
+    order, and share the rows of what they have in common behind it. ranks: intp [n], which each one is.
     """
+    n = len(sequences)
     if not plan.resumed:
-        return sequences.tokens, sequences.starts, sequences.shared
-    resumed, alike = plan.tokens, np.append(False, plan.of[1:] == plan.of[:-1])
-    shared = np.where(alike, sequences.shared, resumed)
+        return sequences.tokens, sequences.starts, sequences.shared, np.arange(n)
+    ranks = np.argsort(plan.of, kind="stable")
+    resumed, alike = plan.tokens[ranks], plan.of[ranks][1:] == plan.of[ranks][:-1]
+    shared = resumed.copy()
+    if n > 1:                          # with one some ranks before: the least of what neighbours between them share
+        between = np.stack([ranks[:-1], ranks[1:]], axis=1).reshape(-1) + 1
+        shared[1:][alike] = np.minimum.reduceat(np.append(sequences.shared, 0), between)[::2][alike]
     pieces = []
-    for rank, (start, before) in enumerate(zip(shared.tolist(), sequences.shared.tolist())):
+    for rank, start, before in zip(ranks.tolist(), shared.tolist(), sequences.shared[ranks].tolist()):
         if start < before:
             pieces.append(sequences.at_rank(rank)[start:])
         else:
             pieces.append(sequences.tokens[sequences.starts[rank] + start - before:sequences.starts[rank + 1]])
-    starts = np.zeros(len(pieces) + 1, np.intp)
+    starts = np.zeros(n + 1, np.intp)
     np.cumsum([len(piece) for piece in pieces], out=starts[1:])
-    return np.concatenate(pieces), starts, shared
+    return np.concatenate(pieces), starts, shared, ranks
 
 
-def _trie(sequences: Sequences, plan: Plan) -> RowPool:
-    """Rows are the sequences' own tokens, in lexicographic order: all that depends on a branch's length alone is made for
+def _trie(sequences: Sequences, plan: Plan = _NOTHING) -> RowPool:
+    """Rows are the sequences' own tokens, in the order of ``_computed``: all that depends on a branch's length alone is made for
     all branches at once, paths and what is read from them branch by branch."""
-    tokens, row_starts, shared = _computed(sequences, plan)
+    tokens, row_starts, shared, ranks = _computed(sequences, plan)
     n_rows = len(tokens)
     own = np.diff(row_starts)
     last_rows = np.empty(len(sequences), np.int32)
-    last_rows[sequences.order] = row_starts[1:] - 1                 # a duplicate ends where the one before it does
+    last_rows[sequences.order[ranks]] = row_starts[1:] - 1          # a duplicate ends where the one before it does
 
     branching = np.flatnonzero(own)
-    starts, lengths, first_rows = shared[branching], sequences.lengths[branching], row_starts[branching]
+    starts, first_rows, branching = shared[branching], row_starts[branching], ranks[branching]
+    lengths = sequences.lengths[branching]
     path_ends = lengths.cumsum()
     first_chunks = starts // CHUNK                                  # of a branch: the one that holds its first own position
     n_chunks = -(-lengths // CHUNK) - first_chunks
@@ -160,7 +210,7 @@ def _trie(sequences: Sequences, plan: Plan) -> RowPool:
     kept_pages: list[tuple[int, int]] = []
     kept_states: list[tuple[int, int]] = []
     keeping = dict(plan.kept)
-    history = np.cumsum([n_rows, *(r.tokens for r in plan.resumed)], dtype=np.int32)      # where each one's rows begin
+    restored_pages, history = _history(plan, n_rows)
     restored = [[r.snapshot, -1, n_rows + TAPS * i, 0] for i, r in enumerate(plan.resumed)]
     before, n_slots = paths, 0
     for rank, start, length, row, path_end, first, count, chunk_end in zip(
@@ -172,7 +222,7 @@ def _trie(sequences: Sequences, plan: Plan) -> RowPool:
         known = plan.resumed[resumed].tokens if resumed >= 0 else 0       # tokens that nobody computes
         path[known:start] = before[known:start]
         if known:
-            path[:known] = np.arange(history[resumed], history[resumed] + known)
+            path[:known] = history[resumed]
         if start > known:
             parents[row] = path[start - 1]
         else:
@@ -210,7 +260,7 @@ def _trie(sequences: Sequences, plan: Plan) -> RowPool:
                    parents=parents, last_rows=last_rows, branches=tuple(branches), paths=paths,
                    path_starts=(path_ends - lengths).astype(np.int32), chunk_rows=chunk_rows.reshape(-1, CHUNK),
                    chunk_out_rows=chunk_out.reshape(-1, CHUNK), chunk_slots=chunk_slots, runs=runs, n_slots=n_slots,
-                   restored_pages=np.array([page for r in plan.resumed for page in r.pages], np.int32),
+                   restored_pages=restored_pages,
                    restored_states=np.array(restored, np.int32).reshape(-1, 4),
                    kept_pages=np.array(kept_pages, np.int32).reshape(-1, 2),
                    kept_states=np.array(kept_states, np.int32).reshape(-1, 2))

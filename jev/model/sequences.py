@@ -163,6 +163,8 @@ class Sequences(collections.abc.Sequence):
 
     def at_rank(self, rank: int) -> np.ndarray:
         """All tokens of the sequence at ``rank``: its own, and before them those of its predecessors."""
+        if rank == 0:
+            return self.tokens[:self.starts[1]]
         shared = self.shared[rank::-1]
         inherited = np.minimum.accumulate(shared)
         pieces, end = [], self.lengths[rank]

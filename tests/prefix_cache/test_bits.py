@@ -40,6 +40,7 @@ class Worker:
             if fail == "raise":
                 raise RuntimeError("the device is gone")
             made.done(np.full_like(out, np.nan) if fail == "nan" else out)
+        assert pool.n_rows <= sequences.rows, "more rows than without a cache"
         self.rows, self.resumed = pool.n_rows, int(made.plan.tokens.max(initial=0))
         return out
 
@@ -110,3 +111,67 @@ def test_random_traces_give_the_bits_of_a_worker_without_a_cache(trace, room):
         except RuntimeError:
             continue
         assert (found == PLAIN.hidden(joined)).all()
+
+
+class Trace:
+    """Requests as agents and people make them, over states of up to 200 tokens: transcripts that grow, fork and come back, one
+    question with other options, the same once more, and what nobody has asked before."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+        self.states = [self.tokens(n) for n in (70, 130, 192)]
+        self.asked = [request(self.states[0], self.tokens(4))]
+
+    def tokens(self, n: int) -> np.ndarray:
+        return self.rng.integers(0, C.vocab_size, n).astype(np.int32)
+
+    def state(self) -> np.ndarray:
+        state = self.states[self.rng.integers(len(self.states))]
+        kind, at = self.rng.random(), int(self.rng.integers(1, len(state) + 1))
+        if kind < 0.3:
+            state = np.concatenate([state, self.tokens(int(self.rng.integers(1, 70)))])[:200]
+        elif kind < 0.5:
+            state = np.concatenate([state[:at], self.tokens(int(self.rng.integers(1, 70)))])[:200]
+        elif kind < 0.6:
+            state = state[:at // CHUNK * CHUNK or at]             # ends at a boundary
+        elif kind < 0.65:
+            state = self.tokens(int(self.rng.integers(1, 150)))
+        self.states = [*self.states, state][-6:]
+        return state
+
+    def request(self) -> Sequences:
+        if self.rng.random() < 0.1:
+            return self.asked[self.rng.integers(len(self.asked))]
+        question = self.tokens(int(self.rng.choice([0, 5, 40])))
+        lengths = self.rng.choice([1, 2, 9, 25, 64, 65], int(self.rng.choice([1, 1, 2, 4])))
+        options = [np.concatenate([question, self.tokens(int(n))]) for n in lengths]
+        if self.rng.random() < 0.2:
+            options.append(options[0])
+        self.asked = [*self.asked, request(self.state(), *options)][-5:]
+        return self.asked[-1]
+
+    def forward(self) -> tuple[int, Sequences]:
+        """One forward pass: (requests in it, their sequences, or a range of them)."""
+        together = [self.request() for _ in range(int(self.rng.integers(1, 7)))]
+        joined = Sequences.join(together)
+        if self.rng.random() < 0.3 and len(joined) > 1:
+            start = int(self.rng.integers(len(joined)))
+            joined = joined.part(start, int(self.rng.integers(start, len(joined))) + 1)
+        return len(together), joined
+
+
+@pytest.mark.parametrize("room, most_resumed, most_kept, most_lookups", [
+    ((64, 32), 42, 24, 256), ((9, 4), 42, 24, 256), ((3, 1), 42, 24, 256), ((64, 32), 2, 2, 256), ((64, 32), 3, 24, 2)])
+def test_a_thousand_requests(monkeypatch, room, most_resumed, most_kept, most_lookups):
+    """With room for much and little, and with few prefixes and snapshots a forward pass: 210 requests each."""
+    monkeypatch.setattr("jev.prefix_cache.plan.LEAST_TOKENS", CHUNK)
+    monkeypatch.setattr("jev.prefix_cache.plan.MOST_LOOKUPS", most_lookups)
+    monkeypatch.setattr("jev.prefix_cache.passes.MOST_RESUMED", most_resumed)
+    monkeypatch.setattr("jev.prefix_cache.passes.MOST_KEPT", most_kept)
+    worker, trace, requests, computed, rows = Worker(*room), Trace(sum(room) + most_resumed), 0, 0, 0
+    while requests < 210:
+        n, sequences = trace.forward()
+        assert (worker.hidden(sequences) == PLAIN.hidden(sequences)).all(), requests
+        requests, computed, rows = requests + n, computed + worker.rows, rows + sequences.rows
+    assert computed < (0.95 if room == (64, 32) else 0.98) * rows
+    assert room == (64, 32) or worker.cache.tree.counters.evictions > 10
