@@ -10,6 +10,11 @@ waiting work:
     over go to whoever is first in line. Work that is not finished goes to the end of the line. So a request larger
     than a forward is split, advances, and delays a small one by a forward or so, never by its whole length. It is cut
     in lexicographic order, in which what shares a prefix stands together;
+  - rows are those that will be computed: a prefix that is kept from earlier requests, and that all sequences of a work
+    share, does not count. It is looked up anew for every forward, and may be gone a moment later: then the backend splits
+    what does not fit. Requests that wait together and begin alike need not wait for each other to find the beginning
+    kept: one forward computes it once for all of them (``jev.model.row_pool``), sooner than a second forward could resume
+    it;
   - scores land at their sequence's index: order inside a request never changes, and neither does a bit (a score does
     not depend on the company of its rows).
 
@@ -46,6 +51,7 @@ import numpy as np
 from jev.model.sequences import Sequences
 
 logger = logging.getLogger("jev.scheduler")
+
 
 class Inferred(NamedTuple):
     """scores: float32 [n] in the order given. resumed: intp [n], in lexicographic order, tokens that were not computed."""
@@ -173,13 +179,17 @@ def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
     room = max_rows
     if waiting[0].alone:
         waiting = [waiting[0]]
+    first = waiting[0]
+    if len(waiting) == 1 and not first.next and first.sequences.bounds[-1] <= max_rows:    # the GPU waits: no look-ups
+        return [Part(first, 0, len(first.sequences))]
     share = max(1, max_rows // len(waiting))
     parts = []
     for work in waiting:
         part = Part(work, work.next, work.next)
         part.end, cost = work.reach(part.start, part.end, min(share, room))
         if not parts and part.end == part.start:      # the first in line must get on, however long its sequence is
-            part.end, cost = part.start + 1, int(work.sequences.lengths[part.start])
+            resumed = work.resumable(work.sequences.at_rank(part.start))
+            part.end, cost = part.start + 1, int(work.sequences.lengths[part.start]) - resumed
         room -= cost
         parts.append(part)
     for part in parts:
@@ -190,10 +200,9 @@ def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
 
 
 def _distinct(sequences: Sequences, part: Part, resumed: np.ndarray) -> int:
-    """Of ``resumed`` tokens of a part's sequences, in lexicographic order, those that differ: rows, not tokens."""
-    shared = sequences.shared[part.start:part.end].copy()
-    shared[0] = 0
-    return int(np.maximum(resumed - shared, 0).sum())
+    """Of ``resumed`` tokens of a part's sequences, in lexicographic order, those that no sequence before has: rows, each
+    counted once, and none that an earlier part of the work has computed."""
+    return int(np.maximum(resumed - sequences.shared[part.start:part.end], 0).sum())
 
 
 class Scheduler:

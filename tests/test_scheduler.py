@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,6 +120,37 @@ def in_line(pool):
 
 sequence_sets = st.lists(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("resumable, ends", [(0, [1, 0, 0]), (50, [1, 1, 0]), (90, [1, 1, 1]), (99, [1, 1, 1])])
+def test_rows_that_are_kept_from_earlier_requests_do_not_count(resumable, ends):
+    """Three prompts of 100 tokens in forwards of 120 rows: as many as are computed in so many rows."""
+    works = [replace(work([np.full(100, i)]), resumable=lambda ids: resumable) for i in range(3)]
+    parts = compose(works, 120)
+    assert [sum(p.end - p.start for p in parts if p.work is each) for each in works] == ends
+
+
+def test_only_what_all_sequences_share_is_taken_off():
+    """Ten options over 40 tokens: a prefix that is longer than that, and known of the first option alone, is not."""
+    shared = work([np.append(np.zeros(40, int), [i] * 10) for i in range(1, 11)])
+    assert shared.sequences.rows == 140
+    for resumable, whole in ((0, False), (40, True), (45, False)):
+        assert (replace(shared, resumable=lambda ids: resumable).reach(0, 0, 100) == (10, 100)) == whole
+
+
+def test_cached_rows_are_counted_once_and_never_beyond_the_requests_rows(start):
+    """Two forwards for one request, of which the second resumes what the first has computed."""
+    scheduler = start(score, max_rows=70)
+    options = [np.append(np.zeros(40, int), [i] * 10) for i in range(1, 6)]
+
+    def infer(sequences):
+        forwards.append(len(sequences))
+        return Inferred(score(sequences), np.full(len(sequences), 32 if len(forwards) > 1 or known else 0, np.intp))
+    for known, cached in ((False, 0), (True, 32)):
+        forwards = []
+        scheduler._infer = infer
+        result = submit(scheduler, options)
+        assert len(forwards) == result.forwards > 1 and result.cached == cached
 
 
 @settings(max_examples=200, deadline=None)
