@@ -13,7 +13,8 @@ def open_backbone(export: Export, backend: str = "auto", max_length: int | None 
                   cache_gb: float | None = None, log=print) -> Backbone:
     """Load ``export`` on the backend asked for. "auto": CUDA where there is a usable GPU, else NumPy; ``log`` says which.
 
-    cache_gb: memory of the prefix cache; 0: none; None: what is free on the GPU, and NUMPY_CACHE_GB for NumPy. Raises BackendError if the backend cannot be used here.
+    cache_gb: memory of the prefix cache; 0: none; None: what is free on the GPU, and NUMPY_CACHE_GB for NumPy. Raises
+    BackendError if the backend cannot be used here.
     """
     if backend not in ("auto", "cuda", "numpy"):
         raise BackendError(f"unknown backend {backend!r}: expected auto, cuda or numpy")

@@ -20,6 +20,7 @@ from jev.model.ops.audit import AuditOps, Pair
 from jev.model.ops.numpy import NumpyOps
 from jev.model.sequences import ID, Sequences
 from jev_kernels import bf16
+from jev_kernels.rowwise.exchange import Entries
 from jev_kernels.runtime.graph import CaptureError
 from tests import models, yardstick
 from tests.kernels import cuda_ops_sim
@@ -192,3 +193,20 @@ def test_a_resumed_prefix_gives_the_same_bits(monkeypatch):
     assert found.resumed.tolist() == [64, 64] and found.rows == 3
     np.testing.assert_array_equal(found.hidden, plain.hidden(asked(second)).hidden)
     assert cached.resumable(second[0]) == 64 and plain.resumable(second[0]) == 0
+
+
+def test_states_of_a_layer_are_kept_by_the_next_ones_exchange(monkeypatch):
+    """One launch a layer: each linear layer's exchange also keeps what the one before it left in its slots."""
+    c = config(models.L, models.F, models.L, models.L, heads=1, value_heads=1)
+    made = cuda_ops_sim.Backbone(c, models.tensors(c, 3), [Bucket(16, False, 64)], LENGTH, cache_bytes=1 << 21)
+    ops, launched = made.runner(made.buckets[0]).ops, []
+    for name in ("exchange_inputs", "keep_states"):
+        monkeypatch.setattr(f"jev_kernels.rowwise.exchange.{name}", lambda stream, *args, pdl, name=name: launched.append(
+            (name, [a for a in args if isinstance(a, Entries) or a is None])))
+    projected = ops.activation("projected", models.L)
+    for layer in range(3):
+        ops.exchange_inputs(projected, layer, ops.pool)
+        ops.keep_states(layer, ops.pool)
+    inputs, states = made.cache.inputs, made.cache.states
+    assert launched == [("exchange_inputs", [inputs(0), states(0), None]), ("exchange_inputs", [inputs(1), states(1), states(0)]),
+                        ("exchange_inputs", [inputs(2), states(2), states(1)]), ("keep_states", [states(2)])]

@@ -42,8 +42,9 @@ def widened(x: np.ndarray) -> np.ndarray:
 class NumpyOps:
     """``Ops`` over float64 arrays. precision "bf16": rounds where the model does; "float64": nowhere.
 
-    cache: the memory of the prefix cache. resident: keep weights as float64, four times their size; otherwise as BF16, widened at every use, which is slow and
-    fits a 27B model into the memory of a large host. Raises ValueError for another precision.
+    cache: the memory of the prefix cache. resident: keep weights as float64, four times their size; otherwise as BF16,
+    widened at every use, which is slow and fits a 27B model into the memory of a large host. Raises ValueError for another
+    precision.
     """
 
     def __init__(self, config: ModelConfig, precision: str = "bf16", max_length: int = 4096, resident: bool = True,
