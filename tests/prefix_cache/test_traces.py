@@ -9,10 +9,12 @@ import pytest
 from jev.checkpoint.checkpoint import open_export
 from jev.checkpoint.demo import write_demo_checkpoint
 from jev.contract import parse_request
+from jev.engine import Engine
 from jev.model.backbone import Computed
 from jev.model.numpy_backbone import NumpyBackbone
 from jev.model.ops.numpy_cache import NumpyCache
 from jev.processor import Processor
+from jev.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +65,17 @@ def test_readers_of_a_document_compute_a_seventh_of_their_rows(ask):
     order = np.random.default_rng(0).permutation(len(asked))
     documents = [text(9 + seed, 800) for seed in range(4)]
     assert ratio([ask(documents[asked[i][0]], f"Does it say {asked[i][1]}?") for i in order]) <= 0.15
+
+
+def test_an_answer_says_how_many_of_its_rows_were_cached(export):
+    """And is the answer of a worker without a cache."""
+    body = json.dumps({"state": text(1, 60), "questions": {"q": {"type": "noul", "instructions": "Is it?"}}}).encode()
+    engines = [Engine(export, NumpyBackbone(export, cache=cache), Settings())
+               for cache in (None, NumpyCache(export.config, pages=20, snapshots=4))]
+    (plain, _), (first, second) = ([engine.answer(body) for _ in range(2)] for engine in engines)
+    assert plain["answers"] == first["answers"] == second["answers"] and plain["usage"] == second["usage"]
+    rows, cached = (second["metadata"]["prefix_cache"][name] for name in ("rows", "cached"))
+    assert first["metadata"]["prefix_cache"]["cached"] == plain["metadata"]["prefix_cache"]["cached"] == 0
+    assert cached % 64 == 0 and rows - 128 < cached < rows == first["metadata"]["prefix_cache"]["rows"]
+    for engine in engines:
+        engine.close()
