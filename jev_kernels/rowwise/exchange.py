@@ -209,8 +209,8 @@ def keep_kernel() -> Kernel:
         item = i32(cuda.blockIdx.x)
         while item < items:
             entry = kept + u64((item // pieces) * 8)
-            copy_state(snapshots + u64(ptx.ldg_i32(entry)) * u64(snapshot_bytes), slot_at(slots, chunk_slots, entry, state_bytes),
-                       i32(item % pieces), i32(state_bytes // pieces))
+            copy_state(snapshots + u64(ptx.ldg_i32(entry)) * u64(snapshot_bytes),
+                       slot_at(slots, chunk_slots, entry, state_bytes), i32(item % pieces), i32(state_bytes // pieces))
             item = i32(item + cuda.gridDim.x)
 
     return Kernel(keep_states_kernel, types.void(u64, u64, u64, u64, i32, i32, u64, u64), THREADS)

@@ -111,8 +111,8 @@ def test_refusals():
         exchange.exchange_keys(0, kv, number, pages, kept, rows, 0, Entries(0, 64))
     with pytest.raises(ValueError, match="^kept_pages must have shape"):
         exchange.exchange_keys(0, kv, number, pages, pages, rows, 0, Entries(0, 1 << 20))
-    states, inputs, far = device(np.zeros((1, 2, 8, 8), np.float32)), (number, device(np.zeros((1, 4), np.int32)), kept, rows, pages), Entries(
-        0, 1 << 20)
+    states, restored, far = device(np.zeros((1, 2, 8, 8), np.float32)), device(np.zeros((1, 4), np.int32)), Entries(0, 1 << 20)
+    inputs = number, restored, kept, rows, pages
     with pytest.raises(ValueError, match="^before must have entries 1048576 bytes apart, as snapshots, not 64"):
         exchange.exchange_inputs(0, kv, states, *inputs, far, far, Entries(0, 64))
     with pytest.raises(ValueError, match="^raised must have a multiple of 2 flags a head, not 3"):

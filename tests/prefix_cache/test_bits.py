@@ -98,7 +98,7 @@ def requests(draw):
     return request(state, *(tokens(seed, n) for seed, n in tails))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.lists(requests(), min_size=1, max_size=3), st.sampled_from([None, None, None, "raise", "nan"])),
                 min_size=1, max_size=8),
        st.sampled_from([(64, 32), (9, 4), (3, 1)]))
