@@ -101,7 +101,7 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
         answer = engine.answer(body, request.environ.get("waitress.client_disconnected"))
         request.environ[EXCHANGE].answered = {
             "questions": len(answer["answers"]), "candidates": answer["metadata"]["candidate_sequences"],
-            "rows": answer["metadata"]["prefix_cache"]["rows"],
+            "rows": answer["metadata"]["prefix_cache"]["rows"], "cached": answer["metadata"]["prefix_cache"]["cached"],
             "inference_ms": round(1000 * answer["metadata"]["inference_seconds"], 3)}
         return _json(200, answer)
 

@@ -48,7 +48,7 @@ def audit(export: Export, backbone: Backbone, sequences: Sequence[np.ndarray]) -
 def paired(ours: weights.Model, theirs: weights.Model) -> weights.Model:
     """One model whose weights are pairs, for ``AuditOps``."""
     layers = tuple(replace(a, **{name: Pair(x, getattr(b, name)) for name, x in vars(a).items()
-                                 if name != "kind" and x is not None}) for a, b in zip(ours.layers, theirs.layers))
+                                 if name not in ("kind", "number") and x is not None}) for a, b in zip(ours.layers, theirs.layers))
     return weights.Model(Pair(ours.embed, theirs.embed), layers, Pair(ours.norm, theirs.norm))
 
 

@@ -32,9 +32,9 @@ the model once, and gives calibrated probabilities. Nothing is generated.
 """
 EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
-SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "queue_mb", "batch_rows",
+SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "cache_gb", "queue", "queue_mb", "batch_rows",
                "drain_seconds", "allowed_hosts", "verify")
-MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows", "verify")
+MODEL_FLAGS = ("model", "backend", "max_length", "graph", "cache_gb", "batch_rows", "verify")
 
 
 def say(text: str = "") -> None:
@@ -68,7 +68,7 @@ def open_engine(settings: Settings) -> Engine:
     say(f"files: {verify(export, weights=settings.verify)}")
     if export.demo:
         say(f"NOTE: {DEMO_NOTICE}")
-    backbone = open_backbone(export, settings.backend, settings.max_length, settings.graph, log=say)
+    backbone = open_backbone(export, settings.backend, settings.max_length, settings.graph, settings.cache_gb, log=say)
     return Engine(export, backbone, settings)
 
 

@@ -25,7 +25,18 @@ from jev.model import finite
 from jev.model.backbone import Backbone, BackendError, BackendLost
 from jev.model.sequences import Sequences
 from jev.processor import Processor
-from jev.scheduler import MIB, Cancelled, InferenceError, Place, QueueFull, Refused, RequestTooLarge, Scheduler, ShuttingDown
+from jev.scheduler import (
+    MIB,
+    Cancelled,
+    InferenceError,
+    Inferred,
+    Place,
+    QueueFull,
+    Refused,
+    RequestTooLarge,
+    Scheduler,
+    ShuttingDown,
+)
 from jev.settings import Settings
 
 __all__ = ["Cancelled", "ContractError", "Engine", "InferenceError", "QueueFull", "Refused", "RequestTooLarge",
@@ -71,7 +82,8 @@ class Engine:
         self._models = _about(export)
         self.processor = Processor.of(export)
         self.processor.start_threads()
-        self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe, settings.queue_mb * MIB)
+        self.scheduler = Scheduler(self._infer, self.max_rows, settings.queue, self._probe, settings.queue_mb * MIB,
+                                   backbone.resumable)
         self._large = threading.Lock()
         prompt, = contract.parse_request(WARM_UP, export.model_names).questions[0].prompts
         # Cut, which no request ever is: a worker for very short prompts has to start too.
@@ -113,8 +125,9 @@ class Engine:
             "inference_seconds": result.seconds,
             "base_revision": manifest.base_revision,
             "max_length": manifest.max_length,
-            # rows: distinct token rows of this request, whatever else shared the forward.
-            "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": sequences.rows},
+            # rows: distinct token rows of this request, whatever else shared the forward. cached: those of them that were
+            # kept from earlier requests.
+            "prefix_cache": {"enabled": True, "mode": "request_rows", "rows": sequences.rows, "cached": result.cached},
         }
         if request.ignored:
             metadata["ignored_fields"] = list(request.ignored)
@@ -161,15 +174,15 @@ class Engine:
         self.scheduler.close(timeout=5)
         self.backbone.close()
 
-    def _infer(self, sequences: Sequences) -> np.ndarray:
+    def _infer(self, sequences: Sequences) -> Inferred:
         try:
-            hidden, _ = self.backbone.hidden(sequences)
+            found = self.backbone.hidden(sequences)
         except BackendLost as error:
             self.lost = self.lost or error
             raise
-        scores = self.export.head.score(hidden)
+        scores = self.export.head.score(found.hidden)
         self.ready = True
-        return scores
+        return Inferred(scores, found.resumed)
 
     def _why_not_finite(self) -> str | None:
         """After a warm-up without a score: what was not finite, if that was it."""
@@ -186,7 +199,7 @@ class Engine:
             self.on_lost()
             return
         try:
-            scores = self._infer(self._warm_up)
+            scores = self._infer(self._warm_up).scores
             self.ready = bool(np.isfinite(scores).all())
         except Exception as error:
             self.ready = False

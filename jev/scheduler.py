@@ -10,6 +10,11 @@ waiting work:
     over go to whoever is first in line. Work that is not finished goes to the end of the line. So a request larger
     than a forward is split, advances, and delays a small one by a forward or so, never by its whole length. It is cut
     in lexicographic order, in which what shares a prefix stands together;
+  - rows are those that will be computed: a prefix that is kept from earlier requests, and that all sequences of a work
+    share, does not count. It is looked up anew for every forward, and may be gone a moment later: then the backend splits
+    what does not fit. Requests that wait together and begin alike need not wait for each other to find the beginning
+    kept: one forward computes it once for all of them (``jev.model.row_pool``), sooner than a second forward could resume
+    it;
   - scores land at their sequence's index: order inside a request never changes, and neither does a bit (a score does
     not depend on the company of its rows).
 
@@ -39,6 +44,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,7 +53,14 @@ from jev.model.sequences import Sequences
 
 logger = logging.getLogger("jev.scheduler")
 
-Infer = Callable[[Sequences], np.ndarray]
+
+class Inferred(NamedTuple):
+    """scores: float32 [n] in the order given. resumed: intp [n], in lexicographic order, tokens that were not computed."""
+    scores: np.ndarray
+    resumed: np.ndarray
+
+
+Infer = Callable[[Sequences], Inferred]
 
 FULL_RETRY_SECONDS = 1
 SHUTDOWN_RETRY_SECONDS = 5
@@ -99,7 +112,7 @@ class Work:
     """The sequences of one admitted request, and the scores of those before ``next`` in lexicographic order.
 
     scores: float32 [n] in the order the sequences were given. alone: a score was not finite, and the next forward is for
-    this work only.
+    this work only. cached: rows that were not computed. resumable: tells how many tokens of a sequence would not be now.
     """
 
     place: Place
@@ -109,14 +122,23 @@ class Work:
     alone: bool = False
     seconds: float = 0.0
     forwards: int = 0
+    cached: int = 0
+    resumable: Callable[[np.ndarray], int] = lambda ids: 0
     error: Exception | None = None
     ended: bool = False
     turn: threading.Event = field(default_factory=threading.Event)      # it has ended, or it is to lead
 
+    def _resumed_by_all(self) -> int:
+        """Rows that no sequence needs, because a prefix that all of them share is kept."""
+        if self.next:
+            return 0
+        tokens = self.resumable(self.sequences.at_rank(0))
+        return tokens if tokens and (len(self.sequences) == 1 or tokens <= self.sequences.shared[1:].min()) else 0
+
     def reach(self, start: int, end: int, rows: int) -> tuple[int, int]:
         """How far a forward that has taken ``start..end`` gets with ``rows`` more: (new end, rows it costs)."""
         if start == end:
-            whole = max(self.sequences.rows, len(self.sequences))
+            whole = max(self.sequences.rows - self._resumed_by_all(), len(self.sequences))
             if start == 0 and whole <= rows:
                 return len(self.sequences), whole
             first = self.sequences.lengths[start]
@@ -131,11 +153,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Result:
-    """scores: float32, one for each sequence in order; seconds: wall time of the forwards that computed them."""
+    """scores: float32, one for each sequence in order; seconds: wall time of the forwards that computed them.
+    cached: token rows that were not computed, being kept from earlier forwards."""
 
     scores: np.ndarray
     seconds: float
     forwards: int
+    cached: int = 0
 
 
 @dataclass
@@ -155,13 +179,17 @@ def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
     room = max_rows
     if waiting[0].alone:
         waiting = [waiting[0]]
+    first = waiting[0]
+    if len(waiting) == 1 and not first.next and first.sequences.bounds[-1] <= max_rows:    # the GPU waits: no look-ups
+        return [Part(first, 0, len(first.sequences))]
     share = max(1, max_rows // len(waiting))
     parts = []
     for work in waiting:
         part = Part(work, work.next, work.next)
         part.end, cost = work.reach(part.start, part.end, min(share, room))
         if not parts and part.end == part.start:      # the first in line must get on, however long its sequence is
-            part.end, cost = part.start + 1, int(work.sequences.lengths[part.start])
+            resumed = work.resumable(work.sequences.at_rank(part.start))
+            part.end, cost = part.start + 1, int(work.sequences.lengths[part.start]) - resumed
         room -= cost
         parts.append(part)
     for part in parts:
@@ -169,6 +197,12 @@ def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
             part.end, cost = part.work.reach(part.start, part.end, room)
             room -= cost
     return [part for part in parts if part.end > part.start]
+
+
+def _distinct(sequences: Sequences, part: Part, resumed: np.ndarray) -> int:
+    """Of ``resumed`` tokens of a part's sequences, in lexicographic order, those that no sequence before has: rows, each
+    counted once, and none that an earlier part of the work has computed."""
+    return int(np.maximum(resumed - sequences.shared[part.start:part.end], 0).sum())
 
 
 class Scheduler:
@@ -180,11 +214,12 @@ class Scheduler:
     """
 
     def __init__(self, infer: Infer, max_rows: int, capacity: int, after_failure: Callable[[], None] = lambda: None,
-                 max_bytes: int = 1 << 30):
+                 max_bytes: int = 1 << 30, resumable: Callable[[np.ndarray], int] = lambda ids: 0):
         self.max_rows = max_rows
         self.capacity = capacity
         self.max_bytes = max_bytes
         self._infer = infer
+        self._resumable = resumable
         self._after_failure = after_failure
         self._changed = threading.Condition()          # guards everything below
         self._waiting: deque[Work] = deque()
@@ -240,7 +275,7 @@ class Scheduler:
         InferenceError, QueueFull or RequestTooLarge for its memory, or ValueError for a sequence longer than a forward."""
         if sequences.longest > self.max_rows:
             raise ValueError(f"a sequence of {sequences.longest} tokens does not fit in a forward of {self.max_rows} rows")
-        work = Work(place, sequences, np.empty(len(sequences), np.float32))
+        work = Work(place, sequences, np.empty(len(sequences), np.float32), resumable=self._resumable)
         with self._changed:
             if self._closed:
                 raise ShuttingDown("the worker has shut down", SHUTDOWN_RETRY_SECONDS)
@@ -262,7 +297,7 @@ class Scheduler:
             raise
         if work.error is not None:
             raise work.error
-        return Result(work.scores, work.seconds, work.forwards)
+        return Result(work.scores, work.seconds, work.forwards, work.cached)
 
     def drain(self) -> None:
         """Admit nothing more; what was admitted goes on."""
@@ -358,10 +393,12 @@ class Scheduler:
 
     def _forward(self, parts: list[Part]) -> None:
         started = time.perf_counter()
-        failure, interrupted, scores, bad = None, False, None, 0
+        failure, interrupted, scores, resumed, bad = None, False, None, None, 0
         try:
             sequences = Sequences.join([part.work.sequences.part(part.start, part.end) for part in parts])
-            scores = self._infer(sequences)
+            scores, found = self._infer(sequences)
+            resumed = np.empty(len(sequences), np.intp)
+            resumed[sequences.order] = found
             if len(scores) != len(sequences):
                 raise RuntimeError(f"{len(scores)} scores for {len(sequences)} sequences")
         except BaseException as error:                  # whatever it is, requests wait and must be told
@@ -383,7 +420,7 @@ class Scheduler:
                 if failure is not None:
                     self._end(work, InferenceError("model inference failed"))
                     continue
-                found = scores[at:at + n]
+                found, places = scores[at:at + n], slice(at, at + n)
                 at += n
                 work.seconds += seconds
                 work.forwards += 1
@@ -393,6 +430,7 @@ class Scheduler:
                     again.append(work)
                     continue
                 work.scores[work.sequences.order[part.start:part.end]] = found
+                work.cached += _distinct(work.sequences, part, resumed[places])
                 work.next, work.alone = part.end, False
                 if not finite:
                     bad += 1

@@ -52,6 +52,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _gigabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 4096:
+        raise ValueError(f"expected GB in 0..4096, found {text!r:.40}")
+    return value
+
+
 def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"expected 1 or 0, found {text!r:.40}")
@@ -103,6 +113,10 @@ class Settings:
     queue_mb: int = _setting(
         1024, "OPEN_JEV_QUEUE_MB", _integer(16, 1 << 20),
         "MiB of memory that they may hold together; beyond it 503, and 413 for a request too large alone", "--queue-mb")
+    cache_gb: float | None = _setting(
+        None, "OPEN_JEV_CACHE_GB", _gigabytes,
+        "GB of GPU memory (with numpy: of memory) for prefixes of earlier requests, 0: none; default: what is free, with "
+        "numpy 0.25", "--cache-gb")
     batch_rows: int | None = _setting(
         None, "OPEN_JEV_BATCH_ROWS", _integer(1, 1 << 24),
         "token rows of one forward pass, at most; default: as many as the backend takes", "--batch-rows")

@@ -174,7 +174,7 @@ def gated_delta_rule(q, k, v, g, beta, parents, r=exact) -> np.ndarray:
 BLOCK = 16      # tokens that ``gated_delta_rule_chunked`` takes at a time
 
 
-def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact) -> np.ndarray:
+def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact, slots: dict[int, np.ndarray] | None = None) -> np.ndarray:
     """The same function over ``pool``'s tree of chunks (see jev_kernels.pool), by blocks of 16 absolute positions.
 
     With c = cumsum(g) in a block, A the strict lower triangle of beta_i (k_i k_j) exp(c_i - c_j), T = (I + A)^-1:
@@ -186,7 +186,7 @@ def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact) -> np.ndarray:
     q, k = _normalised(q, k, heads)
     out = np.empty_like(v)
     keep = np.tril(np.ones((BLOCK, BLOCK), bool))
-    slots: dict[int, np.ndarray] = {}
+    slots = {} if slots is None else slots
     for first, count, start, _ in pool.runs:
         state = np.zeros((heads, dk, dv)) if start < 0 else slots[start]
         blocks = [(chunk, slice(at, at + BLOCK)) for chunk in range(first, first + count)

@@ -20,6 +20,7 @@ from jev.app import create_app
 from jev.checkpoint.demo import write_demo_checkpoint
 from jev.checkpoint.opening import Export, open_export
 from jev.engine import Engine
+from jev.model.backbone import Computed
 from jev.model.row_pool import count_rows
 from jev.server import Server, bind
 from jev.settings import Settings
@@ -48,14 +49,17 @@ class FakeBackbone:
         self.running = threading.Lock()
         self.closed = False
 
-    def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    def resumable(self, ids: np.ndarray) -> int:
+        return 0
+
+    def hidden(self, sequences: Sequence[np.ndarray]) -> Computed:
         assert self.running.acquire(blocking=False), "two forwards at once"
         try:
             return self._hidden(sequences)
         finally:
             self.running.release()
 
-    def _hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    def _hidden(self, sequences: Sequence[np.ndarray]) -> Computed:
         self.forwards.append((len(sequences), count_rows(sequences)))
         assert self.gate.wait(30), "nobody opened the gate"
         time.sleep(self.seconds if len(self.forwards) > 1 else 0)      # the warm-up costs nothing
@@ -66,7 +70,7 @@ class FakeBackbone:
         for row, sequence in zip(hidden, sequences):
             noise = np.random.default_rng(sequence.tolist()).standard_normal(self.hidden_size, np.float32)
             row[:] = BF16_NAN if self.poison(sequence) else noise.view(np.uint32) >> 16
-        return hidden, self.forwards[-1][1]
+        return Computed(hidden, self.forwards[-1][1], np.zeros(len(sequences), np.intp))
 
     def close(self) -> None:
         self.closed = True

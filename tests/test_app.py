@@ -379,6 +379,7 @@ def test_one_line_for_each_request(client, access):
     decision, refused, missing = access()
     assert (decision["method"], decision["path"], decision["status"]) == ("POST", "/v1/systemone", 200)
     assert (decision["questions"], decision["candidates"]) == (1, 3) and decision["rows"] > 3
+    assert decision["cached"] == 0
     assert decision["bytes_in"] == len(data) and decision["bytes_out"] == len(response.data)
     assert decision["ms"] >= decision["inference_ms"] > 0
     assert decision["id"] == "abc-1" == response.headers["X-Request-Id"]

@@ -61,6 +61,7 @@ def test_a_response_is_what_the_contract_shows(start):
     assert metadata["method"] == "numba_merged_lora_decision_head"
     assert (metadata["temperature"], metadata["max_length"], metadata["candidate_sequences"]) == (2.5, 4096, 6)
     assert metadata["prefix_cache"]["enabled"] is True and metadata["prefix_cache"]["mode"] == "request_rows"
+    assert metadata["prefix_cache"]["cached"] == 0
     assert 0 < metadata["inference_seconds"] < 5
     assert metadata["demo"] is True and "not decisions" in metadata["notice"]
     assert response["usage"]["output_tokens"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jev.scheduler import (
     MIB,
     Cancelled,
     InferenceError,
+    Inferred,
     Place,
     QueueFull,
     RequestTooLarge,
@@ -51,6 +53,14 @@ def score(sequences: list[np.ndarray]) -> np.ndarray:
     return np.array([s.sum() for s in sequences], np.float32)
 
 
+def plain(scores):
+    """An ``infer`` that resumes nothing, of a function that gives scores."""
+    def infer(sequences):
+        return Inferred(scores(sequences), np.zeros(len(sequences), np.intp))
+    infer.scores = scores
+    return infer
+
+
 class Gated:
     """An ``infer`` that records its forwards and waits for a gate."""
 
@@ -73,12 +83,12 @@ def start():
     made = []
 
     def start(infer, max_rows=1000, capacity=16, after_failure=lambda: None, max_bytes=1 << 30):
-        made.append(Scheduler(infer, max_rows, capacity, after_failure, max_bytes))
+        made.append(Scheduler(plain(infer), max_rows, capacity, after_failure, max_bytes))
         return made[-1]
     yield start
     for scheduler in made:
-        if isinstance(scheduler._infer, Gated):
-            scheduler._infer.gate.set()
+        if isinstance(getattr(scheduler._infer, "scores", None), Gated):
+            scheduler._infer.scores.gate.set()
         scheduler.close(timeout=10)
         assert scheduler._leader is None and not scheduler._running
 
@@ -126,6 +136,37 @@ def in_line(pool):
 
 sequence_sets = st.lists(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("resumable, ends", [(0, [1, 0, 0]), (50, [1, 1, 0]), (90, [1, 1, 1]), (99, [1, 1, 1])])
+def test_rows_that_are_kept_from_earlier_requests_do_not_count(resumable, ends):
+    """Three prompts of 100 tokens in forwards of 120 rows: as many as are computed in so many rows."""
+    works = [replace(work([np.full(100, i)]), resumable=lambda ids: resumable) for i in range(3)]
+    parts = compose(works, 120)
+    assert [sum(p.end - p.start for p in parts if p.work is each) for each in works] == ends
+
+
+def test_only_what_all_sequences_share_is_taken_off():
+    """Ten options over 40 tokens: a prefix that is longer than that, and known of the first option alone, is not."""
+    shared = work([np.append(np.zeros(40, int), [i] * 10) for i in range(1, 11)])
+    assert shared.sequences.rows == 140
+    for resumable, whole in ((0, False), (40, True), (45, False)):
+        assert (replace(shared, resumable=lambda ids: resumable).reach(0, 0, 100) == (10, 100)) == whole
+
+
+def test_cached_rows_are_counted_once_and_never_beyond_the_requests_rows(start):
+    """Two forwards for one request, of which the second resumes what the first has computed."""
+    scheduler = start(score, max_rows=70)
+    options = [np.append(np.zeros(40, int), [i] * 10) for i in range(1, 6)]
+
+    def infer(sequences):
+        forwards.append(len(sequences))
+        return Inferred(score(sequences), np.full(len(sequences), 32 if len(forwards) > 1 or known else 0, np.intp))
+    for known, cached in ((False, 0), (True, 32)):
+        forwards = []
+        scheduler._infer = infer
+        result = submit(scheduler, options)
+        assert len(forwards) == result.forwards > 1 and result.cached == cached
 
 
 @settings(max_examples=200, deadline=None)
@@ -472,7 +513,7 @@ def test_the_main_thread_can_be_interrupted_while_it_leads(start, pool, caplog):
     with pytest.raises(KeyboardInterrupt):
         submit(scheduler, family(0, 1))
     assert scheduler.admitted == 0 and not caplog.records
-    scheduler._infer = score
+    scheduler._infer = plain(score)
     assert pool.submit(submit, scheduler, family(1, 2)).result(10).scores.size == 2
 
 
@@ -501,11 +542,11 @@ def test_nothing_runs_beside_what_follows_a_failure(occupied, in_line, pool):
     gone = threading.Event()
     large = in_line(scheduler, family(1, 40), gone.is_set)
     bad = in_line(scheduler, family(2, 1))
-    scheduler._infer = lambda sequences: np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32)
+    scheduler._infer = plain(lambda sequences: np.array([np.nan if s[0] == 2 else 1.0 for s in sequences], np.float32))
     infer.gate.set()
     assert busy.result(10) and probing.wait(10)
     assert [work.next for work in scheduler._waiting] != [0]         # the large one, some of it computed
-    scheduler._infer = infer
+    scheduler._infer = plain(infer)
     others = [pool.submit(submit, scheduler, family(i, 1)) for i in (3, 4)]
     eventually(lambda: scheduler.admitted == 4)
     gone.set()
@@ -525,7 +566,7 @@ def test_a_failure_around_the_forward_tells_everybody(occupied, in_line, monkeyp
     """A wrong number of scores, or no memory to compose: an error for those concerned, and the next forward runs."""
     scheduler, infer, busy = occupied()
     others = [in_line(scheduler, family(i, 2)) for i in range(1, 4)]
-    scheduler._infer = lambda sequences: np.ones(1, np.float32)
+    scheduler._infer = plain(lambda sequences: np.ones(1, np.float32))
     infer.gate.set()
     assert busy.result(10)
     for future in others:
@@ -536,7 +577,7 @@ def test_a_failure_around_the_forward_tells_everybody(occupied, in_line, monkeyp
         patch.setattr("jev.scheduler.compose", lambda waiting, rows: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             submit(scheduler, family(1, 1))
-    scheduler._infer = score
+    scheduler._infer = plain(score)
     assert submit(scheduler, family(1, 1)).scores.size == 1
     assert scheduler.admitted == 0 and scheduler.busy_seconds == 0
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from jev.checkpoint.config import ModelConfig
+from jev.model.ops import Uncached
 from jev.model.row_pool import RowPool
 from jev.model.weights import attention_columns, gdn_columns
 from jev_kernels.pool import CHUNK
@@ -27,7 +28,7 @@ def gate_and_up(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
     return [part.flatten(dim, dim + 1) for part in x.unflatten(dim, (-1, 2, INTERLEAVE)).unbind(dim + 1)]
 
 
-class TorchOps:
+class TorchOps(Uncached):
     """``Ops`` over float64 tensors. Attention and the delta rule take a pool of any shape; memory for one head at a time."""
 
     def __init__(self, config: ModelConfig, device="cpu"):

@@ -49,7 +49,7 @@ def main(argv=None) -> None:
         times, busy = [], []
         for _ in range(args.repeats + 1):
             started, cpu = time.perf_counter(), time.process_time()
-            _, rows = backbone.hidden(sequences)
+            _, rows, _ = backbone.hidden(sequences)
             times.append(time.perf_counter() - started)
             busy.append(time.process_time() - cpu)
         results[name] = {"rows": rows, "seconds": float(np.median(times[1:])), "cpu_seconds": float(np.median(busy[1:]))}

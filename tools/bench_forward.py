@@ -26,6 +26,7 @@ from jev.model import row_pool  # noqa: E402
 from jev.model.buckets import choose  # noqa: E402
 from jev.model.cuda_backbone import CudaBackbone  # noqa: E402
 from jev.model.forward import forward  # noqa: E402
+from jev.model.ops import Uncached  # noqa: E402
 from jev.model.ops.audit import AuditOps  # noqa: E402
 from jev.model.ops.cuda_buffers import CudaWeights  # noqa: E402
 from jev_kernels.runtime import graph as graphs  # noqa: E402
@@ -84,7 +85,7 @@ def floors(c: ModelConfig, rows: int) -> dict[str, float]:
             "gather_rows": 0.0}
 
 
-class Recorder:
+class Recorder(Uncached):
     """Passes operations on and keeps each call, so that it can be made again."""
 
     def __init__(self, ops):

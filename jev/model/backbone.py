@@ -28,16 +28,28 @@ class Bound(NamedTuple):
     rows: RowPool
 
 
+class Computed(NamedTuple):
+    """hidden: BF16 (uint16) [n, hidden size], the last token of each sequence in the order given. rows: how many were
+    computed. resumed: intp [n], in lexicographic order, the tokens of each sequence that were not, for a prefix of it was
+    kept from an earlier pass."""
+    hidden: np.ndarray
+    rows: int
+    resumed: np.ndarray
+
+
 class Backbone(Protocol):
     """A loaded backbone. For one thread at a time, whichever."""
     name: str           # "cuda" or "numpy"
     max_rows: int       # rows that one forward pass takes
 
-    def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-        """(BF16 hidden states uint16 [n, h] of each sequence's last token in the order given, rows computed).
+    def hidden(self, sequences: Sequence[np.ndarray]) -> Computed:
+        """A forward pass. ``Sequences`` come as they are; arrays of ids (int32 [length]) are put in order first.
 
-        ``Sequences`` come as they are; arrays of ids (int32 [length]) are put in order first. Raises BackendError.
+        Raises BackendError.
         """
+
+    def resumable(self, ids: np.ndarray) -> int:
+        """Tokens of a sequence (int32 [length]) that a forward pass would not compute now, with what is kept."""
 
     def bound(self, pool: RowPool) -> Bound:
         """For a pass operation by operation over this pool, as ``jev.audit`` makes it. Raises BackendError."""

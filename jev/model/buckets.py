@@ -15,10 +15,26 @@ from typing import NamedTuple
 import numpy as np
 
 from jev.model.row_pool import RowPool
-from jev_kernels.pool import CHUNK, CHUNKS, COUNTS, LASTS, PADDING, ROWS, RUNS, TILE_ROWS, TILES
+from jev_kernels.pool import (
+    CHUNK,
+    CHUNKS,
+    COUNTS,
+    KEPT_PAGES,
+    KEPT_STATES,
+    LASTS,
+    PADDING,
+    RESTORED_PAGES,
+    RESTORED_STATES,
+    ROWS,
+    RUNS,
+    TAPS,
+    TILE_ROWS,
+    TILES,
+)
 
 MAX_BRANCHES = 1024          # of a wide bucket
 MAX_SLOTS = 64               # states kept for branching; one is 3 MB for the 27B
+MAX_RESUMED = PADDING // TAPS          # prefixes that a forward pass resumes
 MAX_PATHS = 4 << 20          # entries of ``paths``: 16 MB
 ALIGN = 64                   # int32 entries: sections start at multiples of 256 bytes
 
@@ -37,6 +53,7 @@ class Bucket:
     """
     rows: int
     wide: bool = False
+    history: int = 0             # rows behind them for keys and values of resumed prefixes, a multiple of 64
 
     @property
     def branches(self) -> int:
@@ -61,16 +78,27 @@ class Bucket:
     @property
     def paths(self) -> int:
         """Room for every branch's path; what is not in use is not uploaded and costs nothing."""
-        return min(self.branches * self.rows, MAX_PATHS)
+        return min(self.branches * (self.rows + self.history), MAX_PATHS)
+
+    @property
+    def tails(self) -> int:
+        """The first row for inputs of the convolution that stand before resumed prefixes' continuations."""
+        return self.rows
+
+    @property
+    def first_history(self) -> int:
+        return self.rows + PADDING
 
     @cached_property
     def sections(self) -> dict[str, Section]:
         """The arrays of the metadata, paths last: only the part of it that is in use is uploaded."""
         out, at = {}, 0
         for name, shape in (("counts", (COUNTS,)), ("ids", (self.rows,)), ("positions", (self.rows + PADDING,)),
-                            ("parents", (self.rows,)), ("last_rows", (self.lasts,)), ("tiles", (self.tiles, 4)),
+                            ("parents", (self.rows + PADDING,)), ("last_rows", (self.lasts,)), ("tiles", (self.tiles, 4)),
                             ("runs", (self.branches, 4)), ("chunk_slots", (self.chunks,)),
                             ("chunk_rows", (self.chunks, CHUNK)), ("chunk_out_rows", (self.chunks, CHUNK)),
+                            ("restored_pages", (max(1, self.history // CHUNK),)), ("restored_states", (MAX_RESUMED, 4)),
+                            ("kept_pages", (self.chunks, 2)), ("kept_states", (MAX_SLOTS, 2)),
                             ("paths", (self.paths,))):
             out[name] = Section(at, shape)
             at += -(-int(np.prod(shape)) // ALIGN) * ALIGN
@@ -85,18 +113,36 @@ class Bucket:
     def holds(self, pool: RowPool) -> bool:
         """Whether the pool fits."""
         return (pool.n_rows <= self.rows and len(pool.branches) <= self.branches and len(pool.tiles) <= self.tiles
-                and len(pool.chunk_rows) <= self.chunks and len(pool.paths) <= self.paths and pool.n_slots <= MAX_SLOTS)
+                and len(pool.chunk_rows) <= self.chunks and len(pool.paths) <= self.paths and pool.n_slots <= MAX_SLOTS
+                and CHUNK * len(pool.restored_pages) <= self.history and len(pool.restored_states) <= MAX_RESUMED
+                and len(pool.kept_pages) <= self.chunks and len(pool.kept_states) <= MAX_SLOTS)
 
     def pack(self, pool: RowPool, last_rows: np.ndarray, out: np.ndarray) -> int:
         """Write the pool's metadata into ``out`` (int32 [>= size]); returns how many entries of it are in use."""
         counts = np.zeros(COUNTS, np.int32)
         for at, n in ((ROWS, pool.n_rows), (TILES, len(pool.tiles)), (CHUNKS, len(pool.chunk_rows)), (RUNS, len(pool.runs)),
-                      (LASTS, len(last_rows))):
+                      (LASTS, len(last_rows)), (RESTORED_PAGES, len(pool.restored_pages)),
+                      (RESTORED_STATES, len(pool.restored_states)), (KEPT_PAGES, len(pool.kept_pages)),
+                      (KEPT_STATES, len(pool.kept_states))):
             counts[at] = n
         for name, (at, _) in self.sections.items():
             x = counts if name == "counts" else last_rows if name == "last_rows" else getattr(pool, name)
             out[at:at + x.size] = x.reshape(-1)
+        if len(pool.restored_states):
+            self._place(pool, out)
         return self.sections["paths"].at + len(pool.paths)
+
+    def _place(self, pool: RowPool, out: np.ndarray) -> None:
+        """Rows that a pool counts on behind its own, to where this bucket has them."""
+        def section(name: str, size: int) -> np.ndarray:
+            return out[self.sections[name].at:][:size]
+        paths, parents = section("paths", len(pool.paths)), section("parents", self.rows + PADDING)
+        np.add(paths, self.first_history - pool.n_rows, out=paths, where=paths >= pool.n_rows)
+        moved = np.where(pool.parents >= pool.n_rows, pool.parents + self.tails - pool.n_rows, pool.parents)
+        parents[:pool.n_rows], tails = moved[:pool.n_rows], moved[pool.n_rows:]
+        parents[self.tails:self.tails + len(tails)] = tails
+        restored = section("restored_states", pool.restored_states.size).reshape(-1, 4)
+        restored[:, 2] += self.tails - pool.n_rows
 
 
 def row_counts(max_rows: int) -> Iterator[int]:

@@ -18,21 +18,26 @@ from tqdm import tqdm
 from jev.checkpoint.config import ModelConfig
 from jev.checkpoint.opening import Export
 from jev.model import row_pool, weights
-from jev.model.backbone import BackendError, BackendLost, Bound
+from jev.model.backbone import BackendError, BackendLost, Bound, Computed
 from jev.model.buckets import Bucket, choose, row_counts
 from jev.model.forward import forward
 from jev.model.ops.cuda import CudaOps
 from jev.model.ops.cuda_buffers import Activation, Buffers, CudaWeights
+from jev.model.ops.cuda_cache import CudaCache
 from jev.model.row_pool import RowPool
 from jev.model.sequences import Sequences
 from jev.model.weights import Model, Spec
+from jev.prefix_cache.passes import forward_pass
 from jev_kernels.gemm.selection import Gemm
+from jev_kernels.pool import CHUNK
 from jev_kernels.runtime import device, disk, graph as graphs
 from jev_kernels.runtime.device import Device
 from jev_kernels.runtime.errors import DeviceLost
 from jev_kernels.runtime.launch import address
 
 MAX_ROWS = 10240            # rows of a forward, unless one prompt may be longer: a state of 4,096 tokens and 255 options
+CACHE_RESERVE = 6 * 10**9   # bytes that the prefix cache leaves for graphs, and for others on the GPU
+LEAST_CACHE = 10**9         # ... and with less than this there is none
 READY_ROWS = MAX_ROWS       # narrow buckets up to here are captured at start-up, the others when first needed
 
 
@@ -57,9 +62,9 @@ class BucketRunner:
     """
 
     def __init__(self, config: ModelConfig, model: Model, gemm: Gemm, buffers: Buffers, bucket: Bucket, stream,
-                 log: Callable[[str], None]):
+                 cache: CudaCache | None, log: Callable[[str], None]):
         self.bucket, self._model, self._buffers, self._stream, self._log = bucket, model, buffers, stream, log
-        self.ops = CudaOps(config, gemm, buffers, bucket, stream)
+        self.ops = CudaOps(config, gemm, buffers, bucket, stream, cache)
         with self.ops.binding():
             self.hidden: Activation = self.launch()
         self._hidden_at = address(self.hidden.array)
@@ -115,33 +120,36 @@ class CudaBackbone:
     """
     name = "cuda"
 
-    def __init__(self, export: Export, gpu: Device, max_length: int | None = None, graph: bool = True, log=print):
+    def __init__(self, export: Export, gpu: Device, max_length: int | None = None, graph: bool = True,
+                 cache_gb: float | None = None, log=print):
         length = max_length or export.manifest.max_length
 
         def load(specs: Sequence[Spec]) -> CudaWeights:
             total = sum(2 * int(np.prod(s.shape)) for s in specs)
             with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=None) as bar:
                 return CudaWeights.from_tensors(specs, export.tensors, bar.update)
-        self._open(export.config, gpu, load, length, graph, log)
+        self._open(export.config, gpu, load, length, graph, cache_gb, log)
 
     @classmethod
     def with_weights(cls, config: ModelConfig, gpu: Device, load, max_length: int = 4096, graph: bool = True,
-                     log=print, ready_rows: int = READY_ROWS, tune: bool = True) -> CudaBackbone:
+                     cache_gb: float | None = 0.0, log=print, ready_rows: int = READY_ROWS, tune: bool = True) -> CudaBackbone:
         """A backbone whose weights ``load(specs)`` provides: synthetic ones, for benchmarks and tests.
 
         ready_rows: capture narrow buckets up to so many rows now. tune: time GEMM algorithms; otherwise the first that
         gives the right bits is taken.
         """
         self = cls.__new__(cls)
-        self._open(config, gpu, load, max_length, graph, log, ready_rows, tune)
+        self._open(config, gpu, load, max_length, graph, cache_gb, log, ready_rows, tune)
         return self
 
-    def _open(self, config, gpu, load, max_length, graph, log, ready_rows=READY_ROWS, tune=True):
+    def _open(self, config, gpu, load, max_length, graph, cache_gb, log, ready_rows=READY_ROWS, tune=True):
         self.config, self.device, self.log, self.max_length, self.use_graphs = config, gpu, log, max_length, graph
         started = time.perf_counter()
-        self.buckets = [Bucket(rows, wide) for wide in (False, True)
-                        for rows in row_counts(max(MAX_ROWS, max_length))]
-        self.max_rows = self.buckets[-1].rows
+        counts = list(row_counts(max(MAX_ROWS, max_length)))
+        self.max_rows = counts[-1]
+        # What a bucket leaves of the largest one's rows is there for keys and values of resumed prefixes.
+        self.buckets = [Bucket(rows, wide, 0 if cache_gb == 0 else (self.max_rows - rows) // CHUNK * CHUNK)
+                        for wide in (False, True) for rows in counts]
         self._runners: dict[Bucket, BucketRunner] = {}
         ready = [b for b in self.buckets if not b.wide and b.rows <= ready_rows]
         with reported("the model cannot be opened on the GPU"):
@@ -153,11 +161,26 @@ class CudaBackbone:
             self.model = weights.assemble(self.weights.held, config)
             self.buffers = Buffers(config, self.buckets, max_length)
             self.stream = device.Stream()
+            self.cache = self._open_cache(cache_gb)
             loaded = time.perf_counter()
             log(f"weights on the GPU in {loaded - started:.1f} s; preparing kernels")
             captured = self._prepare(ready)
         log(f"ready in {time.perf_counter() - started:.1f} s, {captured} graphs, "
             f"{device.peak_memory() / 1e9:.1f} GB of GPU memory")
+
+    def _open_cache(self, gb: float | None) -> CudaCache | None:
+        """The prefix cache of so many GB; None: what is free but for CACHE_RESERVE, if that is anything."""
+        if gb is None:
+            left = device.memory()[0] - CACHE_RESERVE
+            if left < LEAST_CACHE:
+                self.log(f"prefix cache: none, {max(left, 0) / 1e9:.1f} GB are left for it")
+                return None
+            gb = left / 1e9
+        if not gb:
+            return None
+        cache = CudaCache(self.config, int(gb * 1e9))
+        self.log(f"prefix cache: {cache}")
+        return cache
 
     def _tune(self, specs: Sequence[Spec], ready: Sequence[Bucket]) -> None:
         """Choose GEMM algorithms for the buckets that are captured at start-up, while the GPU's memory is still free."""
@@ -186,22 +209,45 @@ class CudaBackbone:
         """What runs pools in this bucket, made at its first use."""
         if bucket not in self._runners:
             self._runners[bucket] = BucketRunner(self.config, self.model, self.gemm, self.buffers, bucket, self.stream,
-                                                 self.log)
+                                                 self.cache, self.log)
         return self._runners[bucket]
 
-    def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    def hidden(self, sequences: Sequence[np.ndarray]) -> Computed:
         """See ``Backbone``."""
         with reported("the forward pass failed on the GPU"):
             cuda.current_context()            # the calling thread may be new to CUDA
             return self._hidden(Sequences.of(sequences))
 
-    def _hidden(self, sequences: Sequences) -> tuple[np.ndarray, int]:
+    def _hidden(self, sequences: Sequences) -> Computed:
+        for keep in (True, False) if self.cache is not None else ():       # what is kept takes slots that branches may need
+            found = self._resumed(self.cache, sequences, keep)
+            if found is not None:
+                return found
         pool = row_pool.build(sequences)
         bucket = choose(pool, self.buckets)
         if bucket is None:
             return self._in_parts(sequences)
-        self._check(pool)
-        return self.runner(bucket).run(pool, self.use_graphs), pool.n_rows
+        self._check(sequences.longest, int(sequences.tokens.max()))
+        return Computed(self.runner(bucket).run(pool, self.use_graphs), pool.n_rows, np.zeros(len(sequences), np.intp))
+
+    def _resumed(self, cache: CudaCache, sequences: Sequences, keep: bool) -> Computed | None:
+        """A forward pass that goes on from what is kept, and keeps more; None where no bucket holds such a pass."""
+        with forward_pass(cache, sequences, keep) as made:
+            pool = row_pool.build(sequences, made.plan)
+            bucket = choose(pool, self.buckets)
+            if bucket is None:                # nothing has been done: made.finite is False still
+                return None
+            self._check(sequences.longest, int(sequences.tokens.max()))
+            try:
+                hidden = self.runner(bucket).run(pool, self.use_graphs)
+            except BaseException:             # who knows what the device has written
+                cache.tree.clear()
+                raise
+            made.done(hidden)
+        return Computed(hidden, pool.n_rows, made.plan.tokens)
+
+    def resumable(self, ids: np.ndarray) -> int:
+        return 0 if self.cache is None else self.cache.tree.length(ids)
 
     def bound(self, pool: RowPool) -> Bound:
         """See ``Backbone``. Raises BackendError for a pool that no bucket holds."""
@@ -209,29 +255,31 @@ class CudaBackbone:
         bucket = choose(pool, self.buckets)
         if bucket is None:
             raise BackendError(f"{pool.n_rows} rows in {len(pool.branches)} branches do not fit in one forward pass")
-        self._check(pool)
+        self._check(int(pool.positions.max()) + 1, int(pool.ids.max()))
         pool = replace(pool, last_rows=np.unique(pool.last_rows))
         runner = self.runner(bucket)
         runner.upload(pool, pool.last_rows)
         return Bound(runner.ops, self.model, runner.ops.pool, pool)
 
-    def _check(self, pool: RowPool) -> None:
+    def _check(self, longest: int, largest: int) -> None:
         """BackendError for indices past the end of a table: kernels trust them."""
-        if pool.positions.max() >= self.max_length:
-            raise BackendError(f"a sequence of {pool.positions.max() + 1} tokens is longer than {self.max_length}")
-        if pool.ids.max() >= self.config.vocab_size:
-            raise BackendError(f"token {pool.ids.max()} is not in the vocabulary of {self.config.vocab_size}")
+        if longest > self.max_length:
+            raise BackendError(f"a sequence of {longest} tokens is longer than {self.max_length}")
+        if largest >= self.config.vocab_size:
+            raise BackendError(f"token {largest} is not in the vocabulary of {self.config.vocab_size}")
 
-    def _in_parts(self, sequences: Sequences) -> tuple[np.ndarray, int]:
+    def _in_parts(self, sequences: Sequences) -> Computed:
         """Two forwards where one would not hold everything, halved in lexicographic order: prefixes stay together."""
         n = len(sequences)
         if n == 1:
             raise BackendError(f"a sequence of {sequences.longest} tokens does not fit in {self.max_rows} rows")
-        out, rows = np.empty((n, self.config.hidden_size), np.uint16), 0
+        out, rows, resumed = np.empty((n, self.config.hidden_size), np.uint16), 0, []
         for start, end in ((0, n // 2), (n // 2, n)):
-            out[sequences.order[start:end]], computed = self._hidden(sequences.part(start, end))
-            rows += computed
-        return out, rows
+            part = self._hidden(sequences.part(start, end))
+            out[sequences.order[start:end]] = part.hidden
+            rows += part.rows
+            resumed.append(part.resumed)
+        return Computed(out, rows, np.concatenate(resumed))
 
     def close(self) -> None:
         """Wait for the GPU and free its memory."""
@@ -243,5 +291,7 @@ class CudaBackbone:
         for runner in self._runners.values():
             runner.close()
         self._runners.clear()
+        if self.cache is not None:
+            self.cache.close()
         self.buffers.arena.close()
         self.weights.arena.close()

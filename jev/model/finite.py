@@ -15,7 +15,7 @@ from jev.checkpoint.opening import Export
 from jev.model import row_pool
 from jev.model.backbone import Backbone
 from jev.model.forward import forward
-from jev.model.ops import Ops
+from jev.model.ops import Ops, Uncached
 from jev.model.ops.audit import AuditOps
 from jev.model.weights import Model
 
@@ -28,7 +28,7 @@ class NotFinite(ArithmeticError):
         self.near = near            # what the names of those tensors begin with
 
 
-class FiniteOps:
+class FiniteOps(Uncached):
     """``Ops`` that computes with ``ops`` and raises NotFinite at the first result that is not finite.
 
     keys: name of each weight by the ``id`` of what ``ops`` holds.
@@ -58,7 +58,7 @@ def weight_keys(model: Model) -> dict[int, str]:
     """Name of each weight, as in ``jev.model.weights``, by the ``id`` of the object that holds it."""
     keys = {id(model.embed): "embed", id(model.norm): "norm"}
     for i, layer in enumerate(model.layers):
-        keys |= {id(x): f"layers.{i}.{name}" for name, x in vars(layer).items() if name != "kind" and x is not None}
+        keys |= {id(x): f"layers.{i}.{name}" for name, x in vars(layer).items() if name not in ("kind", "number") and x is not None}
     return keys
 
 

@@ -28,12 +28,14 @@ def forward(ops: Ops, model: Model, pool: Pool) -> Matrix:
 def full_attention(ops: Ops, layer: Layer, x: Matrix, pool: Pool) -> Matrix:
     """Gated causal attention, up to its output projection."""
     projected = ops.qk_rope(ops.linear(x, layer.in_proj), layer.q_norm, layer.k_norm, pool)
+    projected = ops.exchange_keys(projected, layer.number, pool)
     return ops.gated_attention(projected, pool)
 
 
 def linear_attention(ops: Ops, layer: Layer, x: Matrix, pool: Pool) -> Matrix:
     """Gated DeltaNet, up to its output projection."""
-    projected = ops.linear(x, layer.in_proj)
+    projected = ops.exchange_inputs(ops.linear(x, layer.in_proj), layer.number, pool)
     qkv, g, beta = ops.gdn_conv_gates(projected, layer.conv, layer.a_log, layer.dt_bias, pool)
     o = ops.gated_delta_rule(qkv, g, beta, pool)
+    ops.keep_states(layer.number, pool)
     return ops.gated_rms_norm(o, projected, layer.gdn_norm)

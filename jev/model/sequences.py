@@ -35,13 +35,15 @@ class Sequences(collections.abc.Sequence):
 
     tokens: int32 [rows]. starts: intp [n + 1]. shared: intp [n]. order: intp [n], where each was given.
     state_ends: intp [n], tokens of each up to the end of its request's state, where later requests are likely to go on
-    differently; 0 where that is not known.
+    differently; 0 where that is not known. forks: intp [n], tokens that all sequences of its request share; 0 where it is
+    the only one.
     """
     tokens: np.ndarray
     starts: np.ndarray
     shared: np.ndarray
     order: np.ndarray
     state_ends: np.ndarray
+    forks: np.ndarray
 
     @classmethod
     def of(cls, sequences: Sequence[np.ndarray]) -> Sequences:
@@ -71,7 +73,8 @@ class Sequences(collections.abc.Sequence):
         np.cumsum(list(map(len, own)), out=starts[1:])
         return cls(np.frombuffer(b"".join(own), ID).astype(np.int32), starts // ID.itemsize,
                    np.array(shared, np.intp) // ID.itemsize, np.array(order, np.intp),
-                   np.full(len(own), state_end // ID.itemsize, np.intp))
+                   np.full(len(own), state_end // ID.itemsize, np.intp),
+                   np.full(len(own), min(shared[1:]) // ID.itemsize, np.intp))
 
     @classmethod
     def join(cls, sets: Sequence[Sequences]) -> Sequences:
@@ -87,32 +90,34 @@ class Sequences(collections.abc.Sequence):
             given.append(each.order + offset)
             offset += len(each)
         joined = cls.front_coded(shared, own)
+        # What is known of each moves with it: ``order`` says where it stood before.
         joined.state_ends = np.concatenate([each.state_ends for each in sets])[joined.order]
+        joined.forks = np.concatenate([each.forks for each in sets])[joined.order]
         joined.order = np.concatenate(given)[joined.order]
         return joined
 
     @classmethod
     def _single(cls, tokens: np.ndarray, state_end: int) -> Sequences:
-        return cls(tokens, np.array([0, len(tokens)]), _ZERO, _ZERO, np.array([state_end]) if state_end else _ZERO)
+        return cls(tokens, np.array([0, len(tokens)]), _ZERO, _ZERO, np.array([state_end]) if state_end else _ZERO, _ZERO)
 
     def part(self, start: int, end: int) -> Sequences:
         """The sequences at ``start..end`` of the lexicographic order, given in it."""
         if len(self) == 1:
             return self
-        first = self._whole(start)
+        first = self.at_rank(start)
         starts = self.starts[start:end + 1] + (len(first) - self.starts[start + 1])
         starts[0] = 0
         shared = self.shared[start:end].copy()
         shared[0] = 0
         tokens = self.tokens[self.starts[start + 1]:self.starts[end]]
         return Sequences(np.concatenate([first, tokens]) if start else self.tokens[:self.starts[end]], starts, shared,
-                         np.arange(end - start), self.state_ends[start:end])
+                         np.arange(end - start), self.state_ends[start:end], self.forks[start:end])
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        return self._whole(self._ranks[index])
+        return self.at_rank(self._ranks[index])
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -147,7 +152,7 @@ class Sequences(collections.abc.Sequence):
     @property
     def nbytes(self) -> int:
         """Memory that the set takes, ``lengths`` and ``bounds`` included."""
-        return self.tokens.nbytes + 6 * self.starts.nbytes
+        return self.tokens.nbytes + 7 * self.starts.nbytes
 
     @cached_property
     def _ranks(self) -> np.ndarray:
@@ -156,8 +161,10 @@ class Sequences(collections.abc.Sequence):
         ranks[self.order] = np.arange(len(self))
         return ranks
 
-    def _whole(self, rank: int) -> np.ndarray:
+    def at_rank(self, rank: int) -> np.ndarray:
         """All tokens of the sequence at ``rank``: its own, and before them those of its predecessors."""
+        if rank == 0:
+            return self.tokens[:self.starts[1]]
         shared = self.shared[rank::-1]
         inherited = np.minimum.accumulate(shared)
         pieces, end = [], self.lengths[rank]

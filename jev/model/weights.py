@@ -65,6 +65,7 @@ class Spec(NamedTuple):
 class Layer:
     """Weights of one layer, as the ``Ops`` in use holds them. Fields of the other kind of mixer are None."""
     kind: str                  # "full_attention" or "linear_attention"
+    number: int                # among the layers of its kind
     input_norm: Any
     post_norm: Any
     in_proj: Any
@@ -177,7 +178,8 @@ def load(tensors: Tensors, config: ModelConfig, ops: Any, progress: Callable[[in
 def assemble(held: Mapping[str, Any], config: ModelConfig) -> Model:
     """The model of weights held by key."""
     outer: dict[str, Any] = {}
-    layers: list[dict[str, Any]] = [{"kind": kind} for kind in config.layer_types]
+    layers: list[dict[str, Any]] = [{"kind": kind, "number": config.layer_types[:i].count(kind)}
+                                    for i, kind in enumerate(config.layer_types)]
     for spec in specs(config):
         (outer if spec.layer is None else layers[spec.layer])[spec.name] = held[spec.key]
     return Model(outer["embed"], tuple(Layer(**layer) for layer in layers), outer["norm"])

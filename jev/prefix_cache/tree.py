@@ -17,6 +17,7 @@ several threads at a time, but for ``length``.
 """
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -69,16 +70,13 @@ class Kept:
 
 @dataclass
 class Counters:
-    """Since the start. tokens: not computed again. evictions: snapshots that made room."""
-    lookups: int = 0
-    hits: int = 0
-    tokens: int = 0
+    """Since the start. evictions: snapshots that made room. skipped: boundaries not kept for want of room."""
     evictions: int = 0
-    skipped: int = 0                # boundaries not kept for want of room
+    skipped: int = 0
 
 
 def keys(ids: np.ndarray) -> Iterator[bytes]:
-    """The keys of the whole blocks of ``ids``, int32 [length]."""
+    """The keys of the whole blocks of ``ids``, int32 [length], made as they are asked for: most walks end soon."""
     raw = np.ascontiguousarray(ids, np.int32).tobytes()
     size = 4 * CHUNK
     return (raw[at:at + size] for at in range(0, len(raw) - size + 1, size))
@@ -128,14 +126,18 @@ class PrefixTree:
 
     # What transactions do --------------------------------------------------------------------------------------------
 
-    def _walk(self, ids: np.ndarray, owner: Transaction) -> list[Block]:
-        """The blocks of the tree along ``ids`` that ``owner`` may see."""
-        found, block = [], self.root
+    def _walk(self, ids: np.ndarray, owner: Transaction | None) -> list[Block]:
+        """The blocks of the tree along ``ids`` that ``owner`` may see; None sees what is there to be used."""
+        found: list[Block] = []
+        children = self.root.children
+        if not children:
+            return found
         for key in keys(ids):
-            block = block.children.get(key)                 # type: ignore[assignment]
-            if block is None or block.owner not in (None, owner):
+            block = children.get(key)
+            if block is None or block.owner is not None and block.owner is not owner:
                 break
             found.append(block)
+            children = block.children
         return found
 
     def _touch(self, block: Block) -> None:
@@ -181,10 +183,15 @@ class PrefixTree:
 
 @dataclass(eq=False)
 class Transaction:
-    """What one forward pass reads and writes. Ends with ``commit`` or ``abort``; neither has an effect after ``clear``."""
+    """What one forward pass reads and writes. Ends with ``commit`` or ``abort``; neither has an effect after ``clear``.
+
+    settled: tokens. Sequences that share so many with the one that was last given to ``resume`` resume what it does.
+    """
     tree: PrefixTree
     age: int
+    settled: float = math.inf
     _pinned: list[Block] = field(default_factory=list)
+    _tips: list[Block] = field(default_factory=list)            # the deepest block of each chain that was pinned
     _blocks: list[Block] = field(default_factory=list)
     _snapshots: list[Block] = field(default_factory=list)
     _ended: bool = False
@@ -193,8 +200,12 @@ class Transaction:
         """The longest kept prefix of ``ids`` (int32 [length]) that leaves at least one token to compute, pinned."""
         self._check()
         tree = self.tree
-        tree.counters.lookups += 1
-        found = [b for b in tree._walk(ids[:len(ids) - 1], self) if b.owner is None]
+        found = tree._walk(ids[:len(ids) - 1], None)
+        last = found[-1] if found else tree.root
+        if not last.children:
+            self.settled = len(found) * CHUNK
+        else:                                           # unless its own end stopped it
+            self.settled = (len(found) + 1) * CHUNK if (len(ids) - 1) // CHUNK > len(found) else math.inf
         at = next((b for b in reversed(found) if b.snapshot is not None and b.snapshot_owner is None), None)
         if at is None:
             return None
@@ -203,31 +214,33 @@ class Transaction:
         tree._touch(at)
         assert at.snapshot is not None
         tokens = at.depth * CHUNK
-        tree.counters.hits += 1
-        tree.counters.tokens += tokens
         return Resumed(tokens, tuple(b.page for b in chain if b.page is not None), at.snapshot)
 
-    def keep(self, ids: np.ndarray, boundaries: Iterable[int], resumed: int = 0) -> Kept:
+    def keep(self, ids: np.ndarray, boundaries: Iterable[int], resumed: int = 0, most: int = 1 << 30,
+             least: int = CHUNK) -> Kept:
         """Reserve what makes ``ids`` resumable at each of ``boundaries`` (tokens, multiples of 64).
 
         resumed: tokens of ids that this forward does not compute; boundaries at or before it can not be kept by it. Where
         there is no room a boundary is left out, the deepest ones first to be tried. A block of the tree from which ids
-        part with what is known, gets a snapshot too: there prefixes fork.
+        part with what is known, gets a snapshot too: there prefixes fork. most: snapshots to reserve. least: tokens, of
+        less than which none is worth it.
         """
         self._check()
         tree, computed = self.tree, resumed // CHUNK
         known = tree._walk(ids, self)
-        wanted = sorted({b // CHUNK for b in boundaries if computed < b // CHUNK <= len(ids) // CHUNK})
         if any(b % CHUNK for b in boundaries):
             raise ValueError(f"boundaries must be multiples of {CHUNK}")
+        wanted = sorted({b // CHUNK for b in boundaries if b >= least and computed < b // CHUNK <= len(ids) // CHUNK})
+        if not wanted:
+            return Kept((), ())
         fork = known[-1] if known else None
-        if fork is not None and computed < fork.depth and fork.children and (wanted and wanted[-1] > fork.depth):
+        if fork is not None and computed < fork.depth < wanted[-1] and fork.children and fork.depth * CHUNK >= least:
             wanted = sorted({*wanted, fork.depth})
-        names = list(keys(ids))
+        names = list(keys(ids[:wanted[-1] * CHUNK]))
         pages: list[tuple[int, int]] = []
         snapshots: list[tuple[int, int]] = []
         self._pin(known)
-        for depth in reversed(wanted):
+        for depth in list(reversed(wanted))[:max(most, 0)]:
             added = self._extend(known, names[:depth])
             if added is None:
                 tree.counters.skipped += 1
@@ -277,30 +290,35 @@ class Transaction:
     def _pin(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             block.pins += 1
-        self._pinned += blocks
+        if blocks:
+            self._pinned += blocks
+            self._tips.append(blocks[-1])
 
     def _unpin(self) -> None:
         for block in self._pinned:
             block.pins -= 1
-        for block in reversed(self._pinned):
+        for block in self._tips:                        # what is above a block is needed as long as the block is
             if block.parent is not None and block.parent.children.get(block.key) is block:
                 self.tree._prune(block)
 
     def _extend(self, known: list[Block], names: list[bytes]) -> list[tuple[int, int]] | None:
         """Blocks for ``names`` below ``known``, which grows by them; (block number, page) of each, or None without room."""
         added: list[tuple[int, int]] = []
-        while len(known) < len(names):
-            parent = known[-1] if known else self.tree.root
+        block = known[-1] if known else self.tree.root
+        for at in range(len(known), len(names)):
             page = self.tree._page()
             if page is None:
                 self._retract(known, len(added), added)
                 return None
-            block = Block(parent, names[len(known)], page, self)
-            parent.children[block.key] = block
-            self._pin([block])
+            below = Block(block, names[at], page, self)
+            below.pins = 1
+            block.children[below.key] = block = below
             self._blocks.append(block)
-            added.append((len(known), page))
+            self._pinned.append(block)
             known.append(block)
+            added.append((at, page))
+        if added:
+            self._tips.append(block)
         return added
 
     def _retract(self, known: list[Block], n: int, pages: list[tuple[int, int]]) -> None:

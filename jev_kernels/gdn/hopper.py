@@ -18,6 +18,7 @@ from contextlib import suppress
 from jev_kernels.gdn import prepare, scan
 from jev_kernels.gdn.flags import progress_entries  # noqa: F401  part of this module's surface
 from jev_kernels.gdn.scan import state_matrices  # noqa: F401  part of this module's surface
+from jev_kernels.rowwise.exchange import Raised
 from jev_kernels.runtime import cubin, device
 from jev_kernels.runtime.launch import Kernel, View
 
@@ -40,6 +41,11 @@ def workspace_bytes(chunks: int, value_heads: int) -> int:
 def scratch_bytes(chunks: int, slots: int, value_heads: int) -> int:
     """Bytes of scratch for so many chunks and state slots. Nothing in it needs to be initialised."""
     return workspace_bytes(chunks, value_heads) + slots * value_heads * scan.V_BLOCKS * 4
+
+
+def stored_flags(scratch: int, chunks: int, value_heads: int) -> Raised:
+    """The flags of slots in ``scratch``, as ``scan`` raises them for what it has stored."""
+    return Raised(scratch + workspace_bytes(chunks, value_heads), scan.V_BLOCKS, scan.WARPS)
 
 
 def launch(stream, key_heads: int, qkv: View, g: View, beta: View, o: View, counts: View, chunk_rows: View,

@@ -69,8 +69,9 @@ from jev_kernels.ptx import (
     void,
 )
 from jev_kernels.ptx.shared_layout import SharedLayout
+from jev_kernels.rowwise.exchange import Raised
 from jev_kernels.runtime import cubin, device
-from jev_kernels.runtime.launch import Kernel, view
+from jev_kernels.runtime.launch import Kernel, address, view
 
 D = 128                       # head dims, keys and values
 C = pool.CHUNK                # tokens of a chunk
@@ -383,6 +384,14 @@ def progress_entries(chunks: int, value_heads: int, hopper: bool) -> int:
         return 0
     from jev_kernels.gdn import hopper as hopper_gdn
     return hopper_gdn.progress_entries(chunks, value_heads)
+
+
+def stored_flags(scratch, chunks: int, value_heads: int, hopper: bool) -> Raised:
+    """How a slot of ``states`` is made one that the next call takes as stored: see ``jev_kernels.rowwise.exchange``."""
+    if not hopper:
+        return Raised()
+    from jev_kernels.gdn import hopper as hopper_gdn
+    return hopper_gdn.stored_flags(address(scratch), chunks, value_heads)
 
 
 def states_shape(slots: int, value_heads: int) -> tuple[int, int, int, int]:

@@ -19,6 +19,7 @@ import numpy as np
 import jev.cli
 import jev.model.backbone
 import jev.model.backends
+from jev.model.backbone import Computed
 
 BF16_NAN = 0x7FC0
 
@@ -40,7 +41,7 @@ class UnrulyBackbone:
         path.unlink()
         return content
 
-    def hidden(self, sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    def hidden(self, sequences: Sequence[np.ndarray]) -> Computed:
         if (self.folder / "hold").exists():
             (self.folder / "held").touch()
             while (self.folder / "hold").exists():
@@ -50,10 +51,13 @@ class UnrulyBackbone:
             raise RuntimeError(message)
         if self._told("memory") is not None:
             raise jev.model.backbone.BackendError("out of device memory: 64 MiB wanted")
-        hidden, rows = self.backbone.hidden(sequences)
+        hidden, rows, resumed = self.backbone.hidden(sequences)
         if self._told("nan") is not None:
             hidden = np.full_like(hidden, BF16_NAN)
-        return hidden, rows
+        return Computed(hidden, rows, resumed)
+
+    def resumable(self, ids: np.ndarray) -> int:
+        return self.backbone.resumable(ids)
 
     def close(self) -> None:
         self.backbone.close()

@@ -105,7 +105,7 @@ def test_many_options_over_a_long_state(small):
     rng = np.random.default_rng(3)
     state = rng.integers(0, 1000, 1500).astype(np.int32)
     options = [np.concatenate([state, [i], rng.integers(0, 1000, rng.integers(1, 12))]).astype(np.int32) for i in range(255)]
-    together, rows = small.hidden(options)
+    together, rows, _ = small.hidden(options)
     assert rows == row_pool.count_rows(options)
     for i in (0, 1, 100, 254):
         assert (small.hidden([options[i]])[0][0] == together[i]).all()
@@ -158,7 +158,7 @@ def test_every_bucket_gives_the_same_bits(small):
 def test_more_than_a_forward_holds_is_split(small):
     rng = np.random.default_rng(6)
     sequences = [rng.integers(0, 1000, 3000).astype(np.int32) for _ in range(4)]
-    together, rows = small.hidden(sequences)
+    together, rows, _ = small.hidden(sequences)
     assert rows == 12000
     assert all((small.hidden([s])[0][0] == t).all() for s, t in zip(sequences, together))
 

@@ -16,6 +16,7 @@ from jev.checkpoint.config import ModelConfig
 from jev.model.buckets import Bucket
 from jev.model.cuda_backbone import CudaBackbone
 from jev.model.ops.cuda_buffers import Buffers, CudaWeights
+from jev.model.ops.cuda_cache import CudaCache
 from jev.model.weights import assemble, specs
 from jev_kernels import bf16
 from jev_kernels.gemm.problem import layout
@@ -110,7 +111,7 @@ class Gemm:
 class Backbone(CudaBackbone):
     """A CudaBackbone over the checkpoint's ``tensors``, with these buckets, launching kernel by kernel."""
 
-    def __init__(self, config: ModelConfig, tensors, buckets: list[Bucket], max_length: int):
+    def __init__(self, config: ModelConfig, tensors, buckets: list[Bucket], max_length: int, cache_bytes: int = 0):
         self.config, self.buckets, self.max_length = config, buckets, max_length
         self.max_rows, self.use_graphs, self._runners = max(b.rows for b in buckets), False, {}
         self.gemm, self.stream, self.log = Gemm(), Stream(), print
@@ -120,6 +121,7 @@ class Backbone(CudaBackbone):
             self.weights.held[spec.key].array[:] = spec.stacked(tensors)
         self.model = assemble(self.weights.held, config)
         self.buffers = Buffers(config, buckets, max_length)
+        self.cache = CudaCache(config, cache_bytes) if cache_bytes else None
 
     def poison(self) -> None:
         """Garbage in everything that a forward pass may not rely on: all but the weights and the rotation table."""

@@ -12,6 +12,7 @@ import pytest
 import jev.model.cuda_backbone
 import jev.model.ops.cuda
 import jev.model.ops.cuda_buffers
+import jev.model.ops.cuda_cache
 from jev.audit import paired
 from jev.model import row_pool, weights
 from jev.model.backbone import BackendError
@@ -20,8 +21,9 @@ from jev.model.finite import explain
 from jev.model.forward import forward
 from jev.model.ops.audit import AuditOps, Pair
 from jev.model.ops.numpy import NumpyOps
-from jev.model.sequences import Sequences
+from jev.model.sequences import ID, Sequences
 from jev_kernels import bf16
+from jev_kernels.rowwise.exchange import Entries
 from jev_kernels.runtime.graph import CaptureError
 from tests import models, yardstick
 from tests.kernels import cuda_ops_sim
@@ -37,7 +39,7 @@ LIMIT = 3e-3
 
 @pytest.fixture(autouse=True)
 def simulated_device(monkeypatch):
-    for module in (jev.model.cuda_backbone, jev.model.ops.cuda, jev.model.ops.cuda_buffers):
+    for module in (jev.model.cuda_backbone, jev.model.ops.cuda, jev.model.ops.cuda_buffers, jev.model.ops.cuda_cache):
         monkeypatch.setattr(module, "device", cuda_ops_sim)
 
 
@@ -82,7 +84,7 @@ def test_forward():
 
     made.buckets = [other]
     made.poison()
-    again, rows = made.hidden([sequences[i] for i in (1, 0, 2)])
+    again, rows, _ = made.hidden([sequences[i] for i in (1, 0, 2)])
     assert rows == 10
     lasts = np.searchsorted(bound.last_rows, pool.last_rows[[1, 0, 2]])
     np.testing.assert_array_equal(bf16.to_float32(again), hidden[lasts])
@@ -203,3 +205,42 @@ def test_every_failure_is_a_backend_error(monkeypatch):
         with pytest.raises(BackendError, match=f"the forward pass failed on the GPU: .*{error}") as caught:
             made.hidden([np.zeros(3, np.int32)])
         assert caught.value.__cause__ is error
+
+
+def test_a_resumed_prefix_gives_the_same_bits(monkeypatch):
+    """With a prefix cache: what is new is computed, from rows, states and inputs that were garbage before they were restored."""
+    monkeypatch.setattr("jev.prefix_cache.plan.LEAST_TOKENS", 64)
+    monkeypatch.setattr("jev_kernels.rowwise.exchange.BLOCKS", 2)
+    c = config(models.L, models.F, heads=1, value_heads=1)
+    tensors = models.tensors(c, 3)
+    rng = np.random.default_rng(4)
+    state = rng.integers(0, 50, 64).astype(np.int32)
+    first, second = ([np.r_[state, tail].astype(np.int32) for tail in tails] for tails in (([7],), ([8, 1], [9])))
+
+    def asked(sequences):
+        return Sequences.front_coded([0] * len(sequences), [s.astype(ID).tobytes() for s in sequences], 4 * len(state))
+    plain = cuda_ops_sim.Backbone(c, tensors, [Bucket(80)], LENGTH)
+    cached = cuda_ops_sim.Backbone(c, tensors, [Bucket(4, True, 64), Bucket(80, False, 64)], LENGTH, cache_bytes=1 << 20)
+    assert cached.hidden(asked(first)).resumed.tolist() == [0]
+    cached.poison()
+    found = cached.hidden(asked(second))
+    assert found.resumed.tolist() == [64, 64] and found.rows == 3
+    np.testing.assert_array_equal(found.hidden, plain.hidden(asked(second)).hidden)
+    assert cached.resumable(second[0]) == 64 and plain.resumable(second[0]) == 0
+
+
+def test_states_of_a_layer_are_kept_by_the_next_ones_exchange(monkeypatch):
+    """One launch a layer: each linear layer's exchange also keeps what the one before it left in its slots."""
+    c = config(models.L, models.F, models.L, models.L, heads=1, value_heads=1)
+    made = cuda_ops_sim.Backbone(c, models.tensors(c, 3), [Bucket(16, False, 64)], LENGTH, cache_bytes=1 << 21)
+    ops, launched = made.runner(made.buckets[0]).ops, []
+    for name in ("exchange_inputs", "keep_states"):
+        monkeypatch.setattr(f"jev_kernels.rowwise.exchange.{name}", lambda stream, *args, pdl, name=name: launched.append(
+            (name, [a for a in args if isinstance(a, Entries) or a is None])))
+    projected = ops.activation("projected", models.L)
+    for layer in range(3):
+        ops.exchange_inputs(projected, layer, ops.pool)
+        ops.keep_states(layer, ops.pool)
+    inputs, states = made.cache.inputs, made.cache.states
+    assert launched == [("exchange_inputs", [inputs(0), states(0), None]), ("exchange_inputs", [inputs(1), states(1), states(0)]),
+                        ("exchange_inputs", [inputs(2), states(2), states(1)]), ("keep_states", [states(2)])]

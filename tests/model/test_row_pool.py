@@ -11,6 +11,7 @@ from jev.model import row_pool, weights
 from jev.model.forward import forward
 from jev.model.ops.numpy import NumpyOps
 from jev.model.sequences import Sequences
+from jev.prefix_cache.tree import Kept, Resumed
 from jev_kernels import pool as layout
 from tests import models
 
@@ -99,16 +100,46 @@ def test_every_row_has_one_tile_and_one_chunk_that_writes_it(sequences):
     assert sorted(stored) == list(range(pool.n_slots))
 
 
+def of_one(length: int):
+    """Plans for a sequence of so many tokens: nothing; resumed, kept and both, as far as there are whole blocks."""
+    blocks = (length - 1) // CHUNK
+    yield row_pool.Plan((), np.array([-1]), ())
+    for known in {0, 1, blocks} if blocks else ():
+        resumed = (Resumed(known * CHUNK, tuple(range(9, 9 + known)), 3),) if known else ()
+        for ends in ((), (known + 1,), (known + 1, length // CHUNK)):
+            if all(known < end <= length // CHUNK for end in ends):
+                kept = Kept(tuple((block, 50 + block) for block in range(known, max(ends))),
+                            tuple((end - 1, 5 + end) for end in sorted(set(ends)))) if ends else None
+                yield row_pool.Plan(resumed, np.array([0 if known else -1]), ((0, kept),) if kept else ())
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 200, 1000])
 def test_a_single_sequence_is_a_trie_of_one(length):
     sequence = np.random.default_rng(length).integers(0, 9, length)
-    pool, trie = row_pool.build([sequence]), row_pool._trie(Sequences.of([sequence]))
-    for f in fields(pool):
-        if f.name != "branches":
-            np.testing.assert_array_equal(getattr(pool, f.name), getattr(trie, f.name), f.name)
-    for name in ("paths", "path_starts", "tiles"):
-        np.testing.assert_array_equal(getattr(pool, name), getattr(trie, name), name)
-    assert len(pool.branches) == 1 and pool.branches[0].start == 0 and pool.ids.dtype == np.int32
+    for plan in of_one(length):
+        pool, trie = row_pool.build([sequence], plan), row_pool._trie(Sequences.of([sequence]), plan)
+        for field in fields(row_pool.RowPool):
+            a, b = getattr(pool, field.name), getattr(trie, field.name)
+            if field.name == "branches":
+                assert [start for _, start in a] == [start for _, start in b]
+                a, b = a[0].path, b[0].path
+            assert np.array_equal(a, b) and (field.name == "n_slots" or a.dtype == b.dtype == np.int32), field.name
+            assert field.name == "n_slots" or a.shape == b.shape, field.name
+        assert np.array_equal(pool.tiles, trie.tiles) and pool.tiles.dtype == np.int32
+
+
+def test_a_page_that_several_prefixes_begin_with_is_restored_once():
+    """Two prefixes, one of which begins with the other, resumed by sequences that part in the second block."""
+    rng = np.random.default_rng(0)
+    long = rng.integers(0, 9, 200)
+    short = np.concatenate([long[:100], rng.integers(9, 18, 40)])
+    one, two = Resumed(CHUNK, (7,), 0), Resumed(2 * CHUNK, (7, 4), 1)
+    pool = row_pool.build([long, short], row_pool.Plan((two, one), np.array([0, 1]), ()))
+    n = pool.n_rows
+    assert n == 200 - 128 + 140 - 64 and pool.restored_pages.tolist() == [7, 4]
+    assert pool.branches[0].path[:128].tolist() == list(range(n, n + 128))
+    assert pool.branches[1].path[:64].tolist() == list(range(n, n + 64))
+    assert pool.parents[[0, 72]].tolist() == [n + 2, n + 5]
 
 
 @pytest.mark.parametrize("bad, message", [

@@ -1,12 +1,15 @@
 """The tree of kept prefixes, against a model of its own: what is resumed is what was written for these very ids."""
 from __future__ import annotations
 
+import gc
+import math
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from jev.prefix_cache import tree as prefix_tree
 from jev.prefix_cache.tree import PrefixTree, Resumed
 from jev_kernels.pool import CHUNK
 
@@ -108,12 +111,64 @@ def test_boundaries_are_multiples_of_a_chunk():
         PrefixTree(4, 4).begin().keep(ids(1, 2), [65])
 
 
-def test_equal_hashes_are_no_equal_prefixes():
+def test_prefixes_are_compared_by_their_ids(monkeypatch):
+    """Also where all keys have one hash."""
+    class Colliding(bytes):
+        def __hash__(self) -> int:
+            return 0
+
+    made = prefix_tree.keys
+    monkeypatch.setattr(prefix_tree, "keys", lambda tokens: map(Colliding, made(tokens)))
     tree = PrefixTree(8, 8)
     kept(tree, ids(1, 2), 1, 2)
-    other = ids(1, 2)
-    other[CHUNK + 17] += 1
-    assert tree.length(other) == CHUNK
+    for block, at in ((0, 0), (0, CHUNK - 1), (1, 17)):
+        other = ids(1, 2)
+        other[block * CHUNK + at] += 1
+        assert tree.length(other) == block * CHUNK and tree.begin().resume(other) is None or block
+        _, out = kept(tree, other, 2)
+        assert len(out.pages) == 2 - block
+    assert tree.length(ids(1, 2)) == 2 * CHUNK
+
+
+def test_who_shares_enough_resumes_the_same():
+    """``settled``: nobody who shares so much finds more or less than the one that was looked up."""
+    tree = PrefixTree(16, 16)
+    kept(tree, ids(1, 2, 3), 1, 3)
+    for blocks, rest, settled in (((), 9, math.inf), ((5,), 1, CHUNK), ((1,), 1, math.inf), ((1, 5), 1, 2 * CHUNK),
+                                  ((1, 2, 3), 1, 3 * CHUNK), ((1, 2, 3, 4), 5, 3 * CHUNK), ((1, 2, 3), 0, math.inf)):
+        transaction = tree.begin()
+        transaction.resume(ids(*blocks, rest=rest))
+        assert transaction.settled == settled, blocks
+        transaction.abort()
+
+
+def test_ten_thousand_requests_take_bounded_memory():
+    """Transcripts that grow and are given up, over a tree with room for a few: what is held stays what fits, no block is
+    left behind, and nothing is pinned."""
+    tree, rng = PrefixTree(pages=40, snapshots=9), np.random.default_rng(0)
+    texts = [rng.integers(0, 50, 6 * CHUNK + 20).astype(np.int32) for _ in range(12)]
+    resumed = 0
+    for step in range(10_000):
+        which = int(rng.integers(len(texts)))
+        if rng.random() < 0.02:
+            texts[which] = rng.integers(0, 50, 6 * CHUNK + 20).astype(np.int32)
+        end = int(rng.integers(CHUNK, len(texts[which])))
+        transaction = tree.begin()
+        for asked in (texts[which][:end], np.append(texts[which][:end - 9], 99).astype(np.int32)):
+            found = transaction.resume(asked)
+            resumed += found is not None
+            transaction.keep(asked, [len(asked) // CHUNK * CHUNK], found.tokens if found else 0)
+        (transaction.abort if rng.random() < 0.1 else transaction.commit)()
+        if step % 100 == 0:
+            check(tree)
+            if rng.random() < 0.02:
+                tree.clear()
+    check(tree)
+    assert resumed > 2000 and tree.counters.evictions > 1000
+    del transaction
+    gc.collect()
+    held = [block for block in gc.get_objects() if isinstance(block, prefix_tree.Block)]
+    assert sum(block.chain()[0].parent is tree.root for block in held if block.depth) == tree.pages_in_use
 
 
 @st.composite

@@ -67,5 +67,31 @@ class Ops(Protocol):
     def gated_attention(self, projected: Matrix, pool: Pool) -> Matrix:
         """[rows, heads * head_dim]: causal attention along each path, times sigmoid of the gate columns."""
 
+    def exchange_keys(self, projected: Matrix, layer: int, pool: Pool) -> Matrix:
+        """projected with the keys and values of resumed prefixes behind its rows; those that are to be kept are copied.
+
+        layer: the number of the layer among those of its kind. Without a prefix cache these three do nothing.
+        """
+
+    def exchange_inputs(self, projected: Matrix, layer: int, pool: Pool) -> Matrix:
+        """The same of the convolution's inputs; and the delta rule's slots get the states of resumed prefixes."""
+
+    def keep_states(self, layer: int, pool: Pool) -> None:
+        """Copy the states that are to be kept, which ``gated_delta_rule`` has left in their slots; at the latest in
+        ``exchange_inputs`` of the next such layer, which is where a GPU does it, in one launch."""
+
     def gather_rows(self, x: Matrix, pool: Pool) -> Matrix:
         """[sequences, width]: the last row of each sequence, in the order in which they were given."""
+
+
+class Uncached:
+    """For ``Ops`` without a prefix cache: nothing is resumed or kept, everything is computed."""
+
+    def exchange_keys(self, projected: Matrix, layer: int, pool: Pool) -> Matrix:
+        return projected
+
+    def exchange_inputs(self, projected: Matrix, layer: int, pool: Pool) -> Matrix:
+        return projected
+
+    def keep_states(self, layer: int, pool: Pool) -> None:
+        pass

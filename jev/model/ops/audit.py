@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jev.model.ops import Ops
+from jev.model.ops import Ops, Uncached
 from jev.model.ops.numpy import NumpyOps
 
 
@@ -27,7 +27,7 @@ class Record(NamedTuple):
     largest: float
 
 
-class AuditOps:
+class AuditOps(Uncached):
     """``Ops`` that computes with ``audited`` and records the distance from ``reference``.
 
     ``records`` maps operation names to the records of its calls, in order; an operation with two outputs has one record per

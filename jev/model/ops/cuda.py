@@ -14,13 +14,14 @@ import numpy as np
 from jev.checkpoint.config import ModelConfig
 from jev.model.buckets import Bucket
 from jev.model.ops.cuda_buffers import Activation, Buffers, CudaWeights, DevicePool, Weight
+from jev.model.ops.cuda_cache import CudaCache
 from jev.model.weights import attention_columns, gdn_columns
 from jev_kernels import bf16
 from jev_kernels.attention import portable as attention
 from jev_kernels.gdn import conv as gdn_conv, portable as gdn
 from jev_kernels.gemm.selection import Gemm
 from jev_kernels.pool import LASTS, PADDING, ROWS
-from jev_kernels.rowwise import embed, rms_norm, rope
+from jev_kernels.rowwise import embed, exchange, rms_norm, rope
 from jev_kernels.runtime import device
 from jev_kernels.runtime.launch import address
 
@@ -31,16 +32,23 @@ class CudaOps:
     pool: the bucket's arrays in device memory, which every operation is given. Operations bind GEMM and attention plans at
     first use, which takes time and memory; ``binding`` does that ahead.
 
-    pdl: launch every kernel so that it may start while the one before it still runs.
+    cache: the memory of the prefix cache; without one nothing is exchanged. pdl: launch every kernel so that it may start
+    while the one before it still runs.
     """
 
-    def __init__(self, config: ModelConfig, gemm: Gemm, buffers: Buffers, bucket: Bucket, stream, pdl: bool = True):
+    def __init__(self, config: ModelConfig, gemm: Gemm, buffers: Buffers, bucket: Bucket, stream,
+                 cache: CudaCache | None = None, pdl: bool = True):
         self.config, self.gemm, self.buffers, self.bucket, self.stream, self.pdl = (
             config, gemm, buffers, bucket, stream, pdl)
+        self.cache, self._last_linear = cache, config.layer_types.count("linear_attention") - 1
         self.pool: DevicePool = buffers.pool(bucket)
+        self._raised = gdn.stored_flags(buffers.scratch, bucket.chunks, config.linear_num_value_heads, device.on_hopper())
         self.activations = buffers.activations(config, bucket)
         self.eps = config.rms_norm_eps
-        self._columns = {"full_attention": attention_columns(config), "linear_attention": gdn_columns(config)}
+        of_attention = attention_columns(config)
+        of_attention["all"] = slice(0, of_attention["v"].stop)
+        of_attention["kv"] = slice(of_attention["k"].start, of_attention["v"].stop)
+        self._columns = {"full_attention": of_attention, "linear_attention": gdn_columns(config)}
         read = [a for a in self.activations.values() if a.name in ("x", "act", "mixed") and not a.last]
         self._read_by_gemms = sorted({(address(a.array), a.array.strides[0]) for a in read})   # (address, bytes of a row)
         self._plans: dict[Hashable, Any] = {}
@@ -168,17 +176,37 @@ class CudaOps:
 
     def qk_rope(self, projected: Activation, q_norm: Weight, k_norm: Weight, pool: DevicePool):
         c = self.config
-        self._launch(rope.qk_rope, projected.array, q_norm.array, k_norm.array, self.buffers.rope_table,
+        rows = self._part(projected, "all", self.bucket.rows + PADDING)
+        self._launch(rope.qk_rope, rows, q_norm.array, k_norm.array, self.buffers.rope_table,
                      pool.positions, pool.live, c.num_attention_heads, c.num_key_value_heads, self.eps)
         return projected
 
     def gated_attention(self, projected: Activation, pool: DevicePool):
         out = self.activation("mixed", "full_attention")
-        rows = self.bucket.rows + PADDING
-        q, gate, k, v = (self._part(projected, name, rows) for name in ("q", "gate", "k", "v"))
+        q, gate, k, v = (self._part(projected, name, len(projected.array)) for name in ("q", "gate", "k", "v"))
         self._launch(self._plan("attention", lambda: attention.Plan(
             q, k, v, gate, out.array, pool.counts, pool.tiles, pool.paths)))
         return out
+
+    def exchange_keys(self, projected: Activation, layer: int, pool: DevicePool):
+        if self.cache is not None:
+            self._launch(exchange.exchange_keys, self._part(projected, "kv", len(projected.array)), pool.counts,
+                         pool.restored_pages, pool.kept_pages, pool.chunk_rows, self.bucket.first_history,
+                         self.cache.keys(layer))
+        return projected
+
+    def exchange_inputs(self, projected: Activation, layer: int, pool: DevicePool):
+        if self.cache is not None:
+            self._launch(exchange.exchange_inputs, self._part(projected, "qkv", len(projected.array)), self.buffers.states,
+                         pool.counts, pool.restored_states, pool.kept_states, pool.chunk_rows, pool.chunk_slots,
+                         self.cache.inputs(layer), self.cache.states(layer), self.cache.states(layer - 1) if layer else None,
+                         self._raised)
+        return projected
+
+    def keep_states(self, layer: int, pool: DevicePool) -> None:
+        if self.cache is not None and layer == self._last_linear:        # those of the others go with ``exchange_inputs``
+            self._launch(exchange.keep_states, self.buffers.states, pool.counts, pool.kept_states, pool.chunk_slots,
+                         self.cache.states(layer))
 
     def gather_rows(self, x: Activation, pool: DevicePool):
         y = self.activation(x.name, x.kind, last=True)

@@ -5,7 +5,8 @@ Activations live in these buffers, of which every row bucket has views:
 ==============  ==========================================  ==========================================================
 ``residual``    [rows, hidden]                              running sum of the layers
 ``x``           [rows, hidden]                              its norm, the input of a GEMM
-``projected``   [rows + PADDING, widest in_proj]            output of ``in_proj``; attention may read past the last row
+``projected``   [all rows, widest in_proj]                  output of ``in_proj``; attention may read past the last row,
+                                                            and finds keys and values of resumed prefixes there
 ``conv``        [rows, conv_dim]                            q | k | v of linear attention
 ``g, beta``     [rows, value heads]                         float32 log decay, BF16 write strength
 ``mixed``       [rows, widest mixer]                        output of a mixer
@@ -84,6 +85,10 @@ class DevicePool(NamedTuple):
     chunk_slots: Any
     chunk_rows: Any
     chunk_out_rows: Any
+    restored_pages: Any
+    restored_states: Any
+    kept_pages: Any
+    kept_states: Any
     paths: Any
     live: Any
     live_lasts: Any
@@ -100,7 +105,7 @@ def activation_shapes(c: ModelConfig, bucket: Bucket) -> ByUse:
     shapes: ByUse = {("conv", "", False): ((bucket.rows, c.conv_dim), u16), ("g", "", False): ((bucket.rows, heads), f32),
                      ("beta", "", False): ((bucket.rows, heads), u16)}
     for kind in mixed:
-        shapes["projected", kind, False] = (bucket.rows + PADDING, in_proj_width(c, kind)), u16
+        shapes["projected", kind, False] = (bucket.rows + PADDING + bucket.history, in_proj_width(c, kind)), u16
     for last, rows in ((False, bucket.rows), (True, bucket.lasts)):
         for name, width in (("residual", c.hidden_size), ("x", c.hidden_size), ("delta", c.hidden_size),
                             ("gate_up", 2 * c.intermediate_size), ("act", c.intermediate_size)):
