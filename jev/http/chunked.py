@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 from waitress.buffers import OverflowableBuffer
-from waitress.rfc7230 import CHUNK_EXT_RE, HEADER_FIELD_RE
+from waitress.rfc7230 import CHUNK_EXT_RE
 from waitress.utilities import BadRequest, Error, RequestEntityTooLarge
 
 MAX_SIZE_LINE = 256                     # bytes of a line with a chunk's size, its extensions and its CRLF included
 MAX_TRAILER = 8192                      # bytes of the fields after the last chunk, together
 SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})\r\n")
 SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
+TRAILER_FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
 
 
 class ChunkedReceiver:
@@ -115,7 +116,7 @@ class ChunkedReceiver:
         self._longest -= len(line) + 2
         if not line:
             self.completed = True
-        elif not HEADER_FIELD_RE.match(line):
+        elif not TRAILER_FIELD.fullmatch(line):
             self.error = BadRequest("a field after the last chunk is not valid")
         elif self._longest < 2:
             self.error = BadRequest("the fields after the last chunk are too long")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,23 @@ def test_a_head_has_a_limit(step):
     refused(parser, 431)
     assert taken <= MAX_HEAD_BYTES + step
     assert parse(head("X: " + "y" * (MAX_HEAD_BYTES - 100)), step)[0].refusal is None
+
+
+@pytest.mark.parametrize("stream", [
+    b"GET a://" + b"1" * 60000 + b" HTTP/1.x\r\n\r\n", b"GET " + b"a://" * 15000 + b" HTTP/1.x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nX:" + b" " * 60000 + b"\0\r\n\r\n", b"GET / HTTP/1.1\r\nX: a" + b"\r\n a" * 15000 + b"\0\r\n\r\n",
+    head("Transfer-Encoding: chunked") + b"0\r\nX:" + b" " * 8000 + b"\0\r\n\r\n"])
+def test_no_head_or_trailer_costs_more_than_in_proportion_to_its_bytes(stream):
+    started = time.process_time()
+    parser, _ = parse(stream)
+    assert time.process_time() - started < 0.1 and parser.refusal.status == 400
+
+
+def test_a_field_may_be_folded():
+    parser, _ = parse(b"GET / HTTP/1.1\r\nX-Long: one,\r\n\ttwo, \r\n three\r\n \r\nY:\r\n\r\n")
+    assert parser.headers == {"X_LONG": "one,\ttwo,  three", "Y": ""}
+    assert parser.header_items == [("X-Long", "one,\ttwo,  three"), ("Y", "")]
+    refused(parse(b"GET / HTTP/1.1\r\n folded: 1\r\n\r\n")[0], 400)
 
 
 def test_a_chunked_body_has_a_limit_that_counts_its_framing(monkeypatch):
