@@ -264,6 +264,7 @@ class Server:
             outbuf_overflow=sys.maxsize,        # an answer is whole in memory already: no disk, which may be full
             clear_untrusted_proxy_headers=True)
         adjustments.refuse_head = getattr(app, "refuse_head", None)     # a RefuseHead, for the parser
+        adjustments.max_body_bytes = getattr(app, "max_body_bytes", sys.maxsize)
         adjustments.send_bytes = 1              # send from the thread that has the answer, not from the event loop
         self._waitress = _Waitress(
             app, self._map, True, sock, dispatcher=self._threads, adj=adjustments, bind_socket=False,

@@ -155,7 +155,7 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
         start_response(f"{reply.status} {reply.reason}", reply.headers)
         return _Sent(() if environ["REQUEST_METHOD"] == "HEAD" else (reply.body,), line)
 
-    app.refuse_head = refuse_head
+    app.refuse_head, app.max_body_bytes = refuse_head, MAX_BODY_BYTES
     return app
 
 

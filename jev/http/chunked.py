@@ -26,7 +26,7 @@ class ChunkedReceiver:
         self.buf, self.limit = buf, limit
         self.completed = False
         self.error: Error | None = None
-        self._size = 0                  # of the content, the chunk that is being read included
+        self.size = 0                   # of the content, the chunk that is being read included
         self._remaining = 0             # bytes of this chunk that have not come yet
         self._line = bytearray()        # the beginning of a line whose end has not come yet
         self._longest = MAX_SIZE_LINE   # bytes that this line may have
@@ -65,10 +65,10 @@ class ChunkedReceiver:
         while line := SIZE_LINE.match(data, at):
             size, start = int(line[1], 16), line.end()
             end = start + size
-            if not 0 < size <= self.limit - self._size or data[end:end + 2] != b"\r\n":
+            if not 0 < size <= self.limit - self.size or data[end:end + 2] != b"\r\n":
                 break
             pieces.append(data[start:end])
-            self._size += size
+            self.size += size
             at = end + 2
         return at
 
@@ -97,8 +97,8 @@ class ChunkedReceiver:
             self._begin_chunk(int(size, 16))
 
     def _begin_chunk(self, size: int) -> None:
-        self._size += size
-        if self._size > self.limit:
+        self.size += size
+        if self.size > self.limit:
             self.error = RequestEntityTooLarge(f"the body is larger than {self.limit} bytes")
         elif size:
             self._remaining = size

@@ -101,7 +101,8 @@ class Spool(OverflowableBuffer):
 class Parser(HTTPRequestParser):
     """Waitress's parser with RFC 9112's framing, at a cost in proportion to the bytes, however they come in.
 
-    Whatever is wrong becomes a ``refusal``, which answers the request. ``adj.refuse_head`` is a RefuseHead or None.
+    Whatever is wrong becomes a ``refusal``, which answers the request. ``adj.refuse_head`` is a RefuseHead or None,
+    ``adj.max_body_bytes`` what goes with it.
     """
 
     command = path = query = request_uri = ""
@@ -176,17 +177,22 @@ class Parser(HTTPRequestParser):
 
     def _decide(self) -> None:
         """What follows from a good head."""
-        if self.adj.refuse_head is not None:
-            length = None if self.chunked else self.content_length
-            path = "/" + self.path.lstrip("/") if self.path.startswith("/") else self.path      # as waitress's PATH_INFO
-            refusal = self.adj.refuse_head(RequestHead(self.command, path, self.request_uri, self.headers, length))
-            if refusal is not None:
-                self.refuse(refusal)
-                return
+        if self._refused(None if self.chunked else self.content_length):
+            return
         if self.body_rcv is None:
             self.completed, self.expect_continue = True, False
         elif self.content_length >= MAX_BODY_BYTES:
             self.fail(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+
+    def _refused(self, length: int | None) -> bool:
+        """Ask the application, and refuse the request if it says so. length: of the body, as far as it is known."""
+        if self.adj.refuse_head is None:
+            return False
+        path = "/" + self.path.lstrip("/") if self.path.startswith("/") else self.path      # as waitress's PATH_INFO
+        refusal = self.adj.refuse_head(RequestHead(self.command, path, self.request_uri, self.headers, length))
+        if refusal is not None:
+            self.refuse(refusal)
+        return refusal is not None
 
     def _receive_body(self, data: bytes) -> int:
         body = self.body_rcv
@@ -196,6 +202,8 @@ class Parser(HTTPRequestParser):
             self.fail(body.error.code, body.error.body)
         elif self.chunked and self.body_bytes_received >= MAX_BODY_BYTES:
             self.fail(413, f"the body is larger than {MAX_BODY_BYTES} bytes in its chunks")
+        elif self.chunked and body.size > self.adj.max_body_bytes and self._refused(body.size):
+            pass                                            # the rest need not come, nor be kept
         elif body.completed:
             self.completed, self.expect_continue = True, False
             if body.buf.failed:
@@ -214,7 +222,8 @@ class Parser(HTTPRequestParser):
             field = FIELD.match(header_plus, at)
             if field is None:
                 raise _Malformed(400, "a header field is not valid")
-            at, name, text = field.end(), field[1].decode("latin-1"), field[2].decode("latin-1").replace("\r\n", "").strip(" \t")
+            at, name = field.end(), field[1].decode("latin-1")
+            text = field[2].decode("latin-1").replace("\r\n", "").strip(" \t")
             self.header_items.append((name, text))
             if "_" in name:                                 # WSGI would take it for the name with a hyphen
                 continue

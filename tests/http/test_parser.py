@@ -16,7 +16,7 @@ REFUSAL = Refusal(401, [("WWW-Authenticate", "Bearer")], b"{}")
 
 def parse(stream: bytes, step: int = 0, refuse_head=None) -> tuple[Parser, int]:
     """The parser after this stream, in pieces of ``step`` bytes, and how many of its bytes it took."""
-    parser, taken = Parser(SimpleNamespace(refuse_head=refuse_head, inbuf_overflow=1 << 19)), 0
+    parser, taken = Parser(SimpleNamespace(refuse_head=refuse_head, inbuf_overflow=1 << 19, max_body_bytes=1000)), 0
     for start in range(0, len(stream), step or len(stream)):
         piece = stream[start:start + (step or len(stream))]
         while piece and not parser.completed:
@@ -121,6 +121,17 @@ def test_a_chunked_body_has_a_limit_that_counts_its_framing(monkeypatch):
     monkeypatch.setattr("jev.http.parser.MAX_BODY_BYTES", 1000)
     parser, _ = parse(head("Transfer-Encoding: chunked") + b"1;extension\r\nx\r\n" * 100, 16)
     refused(parser, 413)
+
+
+@pytest.mark.parametrize("chunks", [b"3e9\r\n", b"1f4\r\n" + bytes(500) + b"\r\n1f5\r\n"])
+def test_a_body_in_chunks_is_refused_as_soon_as_it_is_too_long(chunks):
+    asked = []
+
+    def refuse_head(head):
+        asked.append(head.content_length)
+        return None if head.content_length is None else REFUSAL
+    parser, _ = parse(head("Transfer-Encoding: chunked") + chunks, refuse_head=refuse_head)
+    assert asked == [None, 1001] and parser.refusal is REFUSAL and parser.unread and parser.body_rcv is None
 
 
 @pytest.mark.parametrize("expects", [True, False])
