@@ -142,7 +142,7 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
             response = handler(error, request)
         return _finish(exchange, response)(environ, start_response)
 
-    app.refuse_head = refuse_head
+    app.refuse_head, app.max_body_bytes = refuse_head, MAX_BODY_BYTES
     app.wsgi_app = wsgi_app
     return app
 

@@ -14,6 +14,7 @@ still says 503 and answers ``/health`` at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import logging
 import queue
@@ -48,8 +49,9 @@ LEAST_CONNECTIONS = 64                  # even if it does not
 OTHER_DESCRIPTORS = 512
 ROUND_SECONDS = 1.0
 DRAIN_ROUND_SECONDS = 0.02
-EVICTED_AT_ONCE = 64                    # connections, when there is no room for a new one
+EVICTED_AT_ONCE = 64                    # connections at most, an eighth of all, when there is no room for a new one
 FULL_SECONDS = 0.1                      # without accepting, when all connections wait for answers of ours
+OUT_OF_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class _Loop:
@@ -143,7 +145,8 @@ class _Threads(ThreadedTaskDispatcher):
 
 
 class _Waitress(TcpWSGIServer):
-    """Waitress's listener. At the limit of connections it makes room: those whose clients owe most are closed."""
+    """Waitress's listener. At the limit of connections, its own or the system's, it makes room: those whose clients owe most
+    are closed."""
 
     channel_class = Channel
     draining = False
@@ -168,18 +171,30 @@ class _Waitress(TcpWSGIServer):
     def handle_accept(self) -> None:
         if len(self.active_channels) >= self.adj.connection_limit:
             self._wanted = True
-        else:
-            super().handle_accept()
+            return
+        try:
+            accepted = self.accept()
+        except OSError as error:
+            self._wanted = error.errno in OUT_OF_DESCRIPTORS
+            if not self._wanted:
+                logger.warning("a connection could not be accepted: %s", error.strerror)
+            return
+        if accepted is not None:
+            sock, address = accepted
+            with contextlib.suppress(OSError):          # it has left already, which reading will tell
+                self.set_socket_options(sock)
+            self.channel_class(self, sock, address, self.adj, map=self._map)
 
     def _make_room(self, now: float) -> None:
         owing = ((debt, channel) for channel in list(self.active_channels.values())
                  if (debt := channel.debt(now)) is not None)
-        evicted = heapq.nlargest(EVICTED_AT_ONCE, owing, key=lambda pair: pair[0])
+        count = len(self.active_channels)
+        evicted = heapq.nlargest(min(EVICTED_AT_ONCE, max(1, count // 8)), owing, key=lambda pair: pair[0])
         for _, channel in evicted:
             channel.handle_close()
         if evicted:
             logger.warning("%d connections are open, as many as may be: closed %d that waited for their clients",
-                           self.adj.connection_limit, len(evicted))
+                           count, len(evicted))
         else:
             self._full_until = now + FULL_SECONDS
 
@@ -249,6 +264,7 @@ class Server:
             outbuf_overflow=sys.maxsize,        # an answer is whole in memory already: no disk, which may be full
             clear_untrusted_proxy_headers=True)
         adjustments.refuse_head = getattr(app, "refuse_head", None)     # a RefuseHead, for the parser
+        adjustments.max_body_bytes = getattr(app, "max_body_bytes", sys.maxsize)
         adjustments.send_bytes = 1              # send from the thread that has the answer, not from the event loop
         self._waitress = _Waitress(
             app, self._map, True, sock, dispatcher=self._threads, adj=adjustments, bind_socket=False,

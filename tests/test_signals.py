@@ -34,6 +34,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """
+SERVE = ["serve", "--port", "0", "--model", "/nowhere"]
 WAYS = {"module": ["-m", "jev"], "command": ["-c", "import sys; from jev.__main__ import main; sys.exit(main())"]}
 
 
@@ -62,8 +63,8 @@ def test_before_a_command_has_begun(tmp_path, way, command, number):
 
 
 @pytest.mark.parametrize("command, moment", [
-    (["serve", "--port", "0"], "flask"), (["serve", "--port", "0"], "jev.logs"), (["serve", "--port", "0"], "jev.model.backbone"),
-    (["frontend", "--bind", "127.0.0.1:0"], "jev.gateway.app"), (["frontend", "--bind", "127.0.0.1:0"], "flask")])
+    (SERVE, "flask"), (SERVE, "jev.logs"), (SERVE, "jev.model.backbone"),
+    (["frontend", "--bind", "127.0.0.1:0"], "jev.gateway.app"), (["frontend", "--bind", "127.0.0.1:0"], "waitress.server")])
 def test_a_service_that_loads_ends_though_no_exception_could_end_it(tmp_path, command, moment):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         done = start(tmp_path, moment, number, *command, dying=True)
@@ -71,7 +72,8 @@ def test_a_service_that_loads_ends_though_no_exception_could_end_it(tmp_path, co
 
 
 @pytest.mark.parametrize("command, moment", [
-    (["check", "/nowhere"], "numpy"), (["score", "/nowhere"], "tqdm"), (["export", "--help"], "jev.export.export")])
+    (["check", "/nowhere"], "numpy"), (["score", "/nowhere", "--model", "/nowhere"], "tqdm"),
+    (["export", "--help"], "jev.export.merge")])
 def test_a_command_is_interrupted_in_a_word(tmp_path, command, moment):
     done = start(tmp_path, moment, signal.SIGINT, *command)
     assert done.returncode == 130 and done.stderr == "interrupted\n"
@@ -85,6 +87,6 @@ def test_what_a_library_makes_of_an_interrupt_is_one(tmp_path):
 
 
 def test_nohup_keeps_a_service_from_the_end_of_its_terminal(tmp_path):
-    done = start(tmp_path, "flask", signal.SIGHUP, "serve", "--port", "0", "--model", "/nowhere",
+    done = start(tmp_path, "flask", signal.SIGHUP, *SERVE,
                  before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     assert done.returncode == 1 and "no such export folder" in done.stderr

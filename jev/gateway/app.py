@@ -26,7 +26,6 @@ from http import HTTPStatus
 from traceback import format_tb
 from urllib.parse import quote_from_bytes
 
-from waitress.parser import get_header_lines
 from waitress.utilities import build_http_date
 
 from jev import access_log, logs, signals
@@ -39,7 +38,7 @@ from jev.gateway.workers import Workers
 from jev.http.channel import Channel, Task
 from jev.http.errors import error_body
 from jev.http.hosts import host_refused
-from jev.http.parser import HEAD_ACCEPTED, Parser as RequestParser, Refusal, RequestHead
+from jev.http.parser import HEAD_ACCEPTED, Refusal, RequestHead
 from jev.server import Server, bind
 from jev.settings import SettingsError, misspelt
 
@@ -51,18 +50,6 @@ METHODS = {"/v1/systemone": "POST", "/health": "GET", "/v1/models": "GET"}      
 MAX_BODY_BYTES = 4 << 20                # the worker's, jev.contract's, which would load NumPy
 URL_CHARACTERS = bytes(range(0x21, 0x7F))
 ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # before the path, in a target as proxies get it
-
-
-class GatewayParser(RequestParser):
-    """Keeps the header lines as they were sent; WSGI's own form joins repetitions and drops names with underscores."""
-
-    header_items: list[tuple[str, str]] = []
-
-    def parse_header(self, header_plus: bytes) -> None:
-        super().parse_header(header_plus)
-        lines = get_header_lines(header_plus[header_plus.index(b"\r\n") + 2 :])
-        pairs = (line.decode("latin-1").partition(":") for line in lines)
-        self.header_items = [(name, value.strip(" \t")) for name, _, value in pairs]
 
 
 class GatewayTask(Task):
@@ -91,7 +78,6 @@ class GatewayTask(Task):
 
 
 class GatewayChannel(Channel):
-    parser_class = GatewayParser
     task_class = GatewayTask
 
 
@@ -169,13 +155,15 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
         start_response(f"{reply.status} {reply.reason}", reply.headers)
         return _Sent(() if environ["REQUEST_METHOD"] == "HEAD" else (reply.body,), line)
 
-    app.refuse_head = refuse_head
+    app.refuse_head, app.max_body_bytes = refuse_head, MAX_BODY_BYTES
     return app
 
 
 def target_path(target: str) -> str:
     """The path of a request target as it was sent: neither unquoted nor put in order, which could make it another one."""
-    return ABSOLUTE.sub("", target).partition("?")[0]
+    if not target.startswith("/") and (authority := ABSOLUTE.match(target)):
+        target = target[authority.end():]
+    return target.partition("?")[0]
 
 
 def _request(environ: dict) -> Request:

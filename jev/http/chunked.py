@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 from waitress.buffers import OverflowableBuffer
-from waitress.rfc7230 import CHUNK_EXT_RE, HEADER_FIELD_RE
+from waitress.rfc7230 import CHUNK_EXT_RE
 from waitress.utilities import BadRequest, Error, RequestEntityTooLarge
 
 MAX_SIZE_LINE = 256                     # bytes of a line with a chunk's size, its extensions and its CRLF included
 MAX_TRAILER = 8192                      # bytes of the fields after the last chunk, together
 SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})\r\n")
 SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
+TRAILER_FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
 
 
 class ChunkedReceiver:
@@ -25,7 +26,7 @@ class ChunkedReceiver:
         self.buf, self.limit = buf, limit
         self.completed = False
         self.error: Error | None = None
-        self._size = 0                  # of the content, the chunk that is being read included
+        self.size = 0                   # of the content, the chunk that is being read included
         self._remaining = 0             # bytes of this chunk that have not come yet
         self._line = bytearray()        # the beginning of a line whose end has not come yet
         self._longest = MAX_SIZE_LINE   # bytes that this line may have
@@ -64,10 +65,10 @@ class ChunkedReceiver:
         while line := SIZE_LINE.match(data, at):
             size, start = int(line[1], 16), line.end()
             end = start + size
-            if not 0 < size <= self.limit - self._size or data[end:end + 2] != b"\r\n":
+            if not 0 < size <= self.limit - self.size or data[end:end + 2] != b"\r\n":
                 break
             pieces.append(data[start:end])
-            self._size += size
+            self.size += size
             at = end + 2
         return at
 
@@ -96,8 +97,8 @@ class ChunkedReceiver:
             self._begin_chunk(int(size, 16))
 
     def _begin_chunk(self, size: int) -> None:
-        self._size += size
-        if self._size > self.limit:
+        self.size += size
+        if self.size > self.limit:
             self.error = RequestEntityTooLarge(f"the body is larger than {self.limit} bytes")
         elif size:
             self._remaining = size
@@ -115,7 +116,7 @@ class ChunkedReceiver:
         self._longest -= len(line) + 2
         if not line:
             self.completed = True
-        elif not HEADER_FIELD_RE.match(line):
+        elif not TRAILER_FIELD.fullmatch(line):
             self.error = BadRequest("a field after the last chunk is not valid")
         elif self._longest < 2:
             self.error = BadRequest("the fields after the last chunk are too long")

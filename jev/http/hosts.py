@@ -7,6 +7,7 @@ and that asks for no key, answers under names and addresses of the loopback alon
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 import socket
@@ -48,6 +49,7 @@ def host_refused(host: str | None, target: str, allowed: Collection[str]) -> boo
                for value in (host, absolute and absolute[1]) if value is not None)
 
 
+@functools.lru_cache(64)         # of the few names that clients use; reading an address takes as long as all else here
 def is_loopback(name: str) -> bool:
     """Whether a name or address without brackets is this machine's loopback, by itself and not by what DNS says."""
     if name == "localhost" or name.endswith(".localhost"):

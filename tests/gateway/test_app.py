@@ -10,6 +10,7 @@ import time
 import pytest
 
 from jev.gateway import upstream as frontend_http
+from jev.gateway.app import target_path
 from tests.scripted_worker import ScriptedWorker, answer, eventually, gateway, reply
 
 STATUSES = ["200 OK", "201 Created", "204 No Content", "301 Moved Permanently", "302 Found", "304 Not Modified",
@@ -237,3 +238,10 @@ def test_more_decisions_than_allowed_are_refused_and_health_still_answers(worker
         release.set()
         [thread.join() for thread in threads]
         assert gate.ask().status == 200
+
+
+def test_the_path_of_a_target_costs_in_proportion_to_its_bytes():
+    started = time.process_time()
+    assert target_path("/" + "a" * 60000 + "?b") == "/" + "a" * 60000 and target_path("a" * 60000) == "a" * 60000
+    assert time.process_time() - started < 0.1
+    assert target_path("http://host:1/health?a://b/c") == "/health" and target_path("/health://x/v1") == "/health://x/v1"

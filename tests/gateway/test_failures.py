@@ -330,7 +330,7 @@ class PanicException(BaseException):
 def test_whatever_is_raised_is_answered(gate, monkeypatch, caplog, error):
     def explode(*_):
         raise error(" ".join(["very", "private"]))
-    for name in ("decide", "health"):
+    for name in ("decide", "get"):
         monkeypatch.setattr(gate.gateway.workers, name, explode)
     for got in (gate.ask(), gate.health()):
         check_error(got, 500, "internal_error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import socket
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from jev.http import channel as channel_module
-from jev.server import Refusal
+from jev.server import Refusal, _Waitress
 from tests.fakes import eventually
 from tests.test_server import application, raw, read_all
 
@@ -268,14 +269,36 @@ def test_at_the_limit_of_connections_those_who_owe_most_go_first(monkeypatch, ca
             eventually(lambda: len([c for c in channels(server) if c.owing_since]) == len(slow))
         silent = stack.enter_context(raw(server, b""))
         eventually(lambda: len(channels(server)) == 20)
+        late = stack.enter_context(raw(server, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"))
+        eventually(lambda: "connections are open" in caplog.text)
         app.release.set()
-        assert get(server, "/health").startswith(b"HTTP/1.1 200")
+        assert read_all(late).startswith(b"HTTP/1.1 200")
         assert read_all(served).startswith(b"HTTP/1.1 200")
         assert slow[0].recv(1) == b"" == slow[1].recv(1)
         for sock in (slow[2], slow[-1], silent):
             sock.sendall(b"\r\n\r\n" if sock is not silent else b"GET / HTTP/1.1\r\n\r\n")
             assert sock.recv(12) == b"HTTP/1.1 200"
     assert "20 connections are open, as many as may be: closed 2" in caplog.text and "127.0.0.1" not in caplog.text
+
+
+def test_when_the_system_has_no_descriptor_left_room_is_made_too(monkeypatch, caplog):
+    accept = _Waitress.accept
+
+    def limited(listener):
+        if len(listener.active_channels) >= 6:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(_Waitress, "accept", limited)
+    with application(echo) as (server, _), ExitStack() as stack:
+        slow = [stack.enter_context(raw(server, b"GET / HTTP/1.1\r\nX: ")) for _ in range(6)]
+        eventually(lambda: len([c for c in channels(server) if c.owing_since]) == 6)
+        assert get(server).startswith(b"HTTP/1.1 200")
+        assert slow[0].recv(1) == b""
+        slow[-1].sendall(b"\r\n\r\n")
+        assert slow[-1].recv(12) == b"HTTP/1.1 200"
+    assert [record.getMessage() for record in caplog.records] == [
+        "6 connections are open, as many as may be: closed 1 that waited for their clients"]
 
 
 def test_connections_that_wait_for_their_answers_are_never_closed_for_others(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ REFUSAL = Refusal(401, [("WWW-Authenticate", "Bearer")], b"{}")
 
 def parse(stream: bytes, step: int = 0, refuse_head=None) -> tuple[Parser, int]:
     """The parser after this stream, in pieces of ``step`` bytes, and how many of its bytes it took."""
-    parser, taken = Parser(SimpleNamespace(refuse_head=refuse_head, inbuf_overflow=1 << 19)), 0
+    parser, taken = Parser(SimpleNamespace(refuse_head=refuse_head, inbuf_overflow=1 << 19, max_body_bytes=1000)), 0
     for start in range(0, len(stream), step or len(stream)):
         piece = stream[start:start + (step or len(stream))]
         while piece and not parser.completed:
@@ -99,10 +100,38 @@ def test_a_head_has_a_limit(step):
     assert parse(head("X: " + "y" * (MAX_HEAD_BYTES - 100)), step)[0].refusal is None
 
 
+@pytest.mark.parametrize("stream", [
+    b"GET a://" + b"1" * 60000 + b" HTTP/1.x\r\n\r\n", b"GET " + b"a://" * 15000 + b" HTTP/1.x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nX:" + b" " * 60000 + b"\0\r\n\r\n", b"GET / HTTP/1.1\r\nX: a" + b"\r\n a" * 15000 + b"\0\r\n\r\n",
+    head("Transfer-Encoding: chunked") + b"0\r\nX:" + b" " * 8000 + b"\0\r\n\r\n"])
+def test_no_head_or_trailer_costs_more_than_in_proportion_to_its_bytes(stream):
+    started = time.process_time()
+    parser, _ = parse(stream)
+    assert time.process_time() - started < 0.1 and parser.refusal.status == 400
+
+
+def test_a_field_may_be_folded():
+    parser, _ = parse(b"GET / HTTP/1.1\r\nX-Long: one,\r\n\ttwo, \r\n three\r\n \r\nY:\r\n\r\n")
+    assert parser.headers == {"X_LONG": "one,\ttwo,  three", "Y": ""}
+    assert parser.header_items == [("X-Long", "one,\ttwo,  three"), ("Y", "")]
+    refused(parse(b"GET / HTTP/1.1\r\n folded: 1\r\n\r\n")[0], 400)
+
+
 def test_a_chunked_body_has_a_limit_that_counts_its_framing(monkeypatch):
     monkeypatch.setattr("jev.http.parser.MAX_BODY_BYTES", 1000)
     parser, _ = parse(head("Transfer-Encoding: chunked") + b"1;extension\r\nx\r\n" * 100, 16)
     refused(parser, 413)
+
+
+@pytest.mark.parametrize("chunks", [b"3e9\r\n", b"1f4\r\n" + bytes(500) + b"\r\n1f5\r\n"])
+def test_a_body_in_chunks_is_refused_as_soon_as_it_is_too_long(chunks):
+    asked = []
+
+    def refuse_head(head):
+        asked.append(head.content_length)
+        return None if head.content_length is None else REFUSAL
+    parser, _ = parse(head("Transfer-Encoding: chunked") + chunks, refuse_head=refuse_head)
+    assert asked == [None, 1001] and parser.refusal is REFUSAL and parser.unread and parser.body_rcv is None
 
 
 @pytest.mark.parametrize("expects", [True, False])
