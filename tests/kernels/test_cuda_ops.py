@@ -162,13 +162,14 @@ def test_what_no_bucket_holds_is_computed_in_parts_that_share_prefixes(monkeypat
     def to_host(out, source, stream):
         pool, last_rows = uploaded[-1]
         out[:] = pool.ids[last_rows][:, None]
-    monkeypatch.setattr(made, "upload", lambda bucket, pool, last_rows: uploaded.append((pool, last_rows)))
-    monkeypatch.setattr(made, "_launch", lambda bucket: None)
+    runner = made.runner(made.buckets[0])
+    monkeypatch.setattr(runner, "upload", lambda pool, last_rows: uploaded.append((pool, last_rows)))
+    monkeypatch.setattr(runner, "launch", lambda: None)
     monkeypatch.setattr(cuda_ops_sim, "to_host", to_host)
     lasts = [30, 10, 41, 20, 10, 7, 35, 3, 28, 19, 11, 49, 2]
     sequences = [np.r_[np.arange(6), last].astype(np.int32) for last in lasts]
     for given in (sequences, Sequences.of(sequences)):
-        hidden, rows = made.hidden(given)
+        hidden, rows, _ = made.hidden(given)
         assert hidden[:, 0].tolist() == lasts
         assert rows == 2 * 6 + 12 and [pool.n_rows for pool, _ in uploaded] == [11, 13]
         uploaded.clear()
