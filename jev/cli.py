@@ -34,7 +34,7 @@ EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
 SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "queue", "queue_mb", "batch_rows",
                "drain_seconds", "allowed_hosts", "verify")
-MODEL_FLAGS = ("model", "backend", "max_length", "graph", "batch_rows", "verify")
+SCORE_FLAGS = ("model", "backend", "max_length", "graph", "queue_mb", "batch_rows", "verify")
 
 
 def say(text: str = "") -> None:
@@ -201,7 +201,7 @@ stdout, in order: the response, or {"line", "error", "detail"} for a request tha
 Exit status: 0 all answered, 1 some failed or there were none, 2 the command line is wrong.
 """)
     command.add_argument("file", metavar="FILE")
-    command.add_settings(MODEL_FLAGS)
+    command.add_settings(SCORE_FLAGS)
     command.add_argument("--pretty", action="store_true", help="show answers for reading instead of JSON")
     command.add_argument("--together", type=integer(1, 1024), default=16, metavar="N",
                          help="requests under way at a time; they share forward passes; default 16")

@@ -102,7 +102,8 @@ class Settings:
         "requests in the worker at a time, those being computed included; one more is answered 503", "--queue")
     queue_mb: int = _setting(
         1024, "OPEN_JEV_QUEUE_MB", _integer(16, 1 << 20),
-        "MiB of memory that they may hold together; beyond it 503, and 413 for a request too large alone", "--queue-mb")
+        "MiB of memory that requests in the worker may hold together; beyond it 503 (`jev score` waits), and 413 for one that "
+        "is too large alone", "--queue-mb")
     batch_rows: int | None = _setting(
         None, "OPEN_JEV_BATCH_ROWS", _integer(1, 1 << 24),
         "token rows of one forward pass, at most; default: as many as the backend takes", "--batch-rows")

@@ -13,6 +13,7 @@ from jev_kernels.reference import TURN
 
 CONFIG_FILE = "config.json"
 LAYER_KINDS = ("linear_attention", "full_attention")
+MAX_LAYERS = 1024        # a number that is written wrongly is refused before anything is made for each layer
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class ModelConfig:
             linear_key_head_dim=f.integer("linear_key_head_dim"),
             linear_value_head_dim=f.integer("linear_value_head_dim"),
             conv_kernel=f.integer("linear_conv_kernel_dim"), vocab_size=f.integer("vocab_size"),
-            rms_norm_eps=f.number("rms_norm_eps"), rope_theta=rope.number("rope_theta"))
+            rms_norm_eps=f.float32("rms_norm_eps"), rope_theta=rope.float32("rope_theta"))
         if config.intermediate_size % TURN:
             raise f.refuse("intermediate_size", f"{config.intermediate_size} is not a multiple of {TURN}")
         if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
@@ -123,7 +124,7 @@ class ModelConfig:
 
 
 def _layer_types(f: Fields) -> tuple[str, ...]:
-    layers = f.integer("num_hidden_layers")
+    layers = f.integer("num_hidden_layers", 1, MAX_LAYERS)
     if f.data.get("layer_types") is None:
         interval = f.integer("full_attention_interval")
         return tuple(LAYER_KINDS[(i + 1) % interval == 0] for i in range(layers))

@@ -32,6 +32,8 @@ def read_digests(folder: Path) -> dict[str, str] | None:
     try:
         lines = path.read_text("utf-8").splitlines()
     except FileNotFoundError:
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: is a link to a file that is not there") from None
         return None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
