@@ -18,6 +18,7 @@ from jev import contract
 from jev.arguments import Parser
 from jev.checkpoint.opening import Export, open_export
 from jev.cli import say
+from jev.errors import JevError
 from jev.model import row_pool, weights
 from jev.model.backbone import Backbone
 from jev.model.backends import open_backbone
@@ -65,8 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"jev audit: {remark}")
     body = args.request.read_bytes() if args.request else EXAMPLE
     export = open_export(settings.model, settings.max_length)
-    request = contract.parse_request(body, export.model_names)
-    sequences = Processor.of(export).encode(request)
+    try:
+        sequences = Processor.of(export).encode(contract.parse_request(body, export.model_names))
+    except contract.ContractError as error:
+        raise JevError(f"{args.request or 'the example'}: {error}") from None
     backbone = open_backbone(export, settings.backend, settings.max_length, log=say)
     try:
         records, whole = audit(export, backbone, sequences)

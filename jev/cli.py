@@ -229,6 +229,7 @@ def _from(module: str) -> Callable[[argparse.Namespace], int]:
 DELEGATED = {"export": ("jev.export.command", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
              "frontend": ("jev.gateway.app", "the gateway in front of one or more workers"),
              "audit": ("jev.audit", "measure each operation of a backend against float64 on an export's own weights")}
+FLAGS = ("-h", "--help", "--version")          # before a command
 COMMANDS = ("serve", "score", "demo", "demo-checkpoint", "check", *DELEGATED)
 
 SERVICES = (["serve"], ["frontend"])            # they run until a signal ends them
@@ -249,6 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser = build_parser()
             if not argv[0].startswith("-") and argv[0] not in COMMANDS:
                 parser.error(f"no such command{did_you_mean(argv[0], COMMANDS)}")
+            flag = argv[0].partition("=")[0]
+            if flag.startswith("-") and not any(known.startswith(flag) for known in FLAGS):    # argparse misses a command
+                parser.error(f"no such flag: {flag}{did_you_mean(flag, FLAGS)}")
             args = parser.parse_args(argv)
             for remark in getattr(args, "remarks", ()):
                 say(f"jev: {remark}")

@@ -18,7 +18,7 @@ from jev.spelling import distance, letters, meant
 
 BACKENDS = ("auto", "cuda", "numpy")
 MAX_LENGTH_LIMIT = 16384
-
+SECONDS = re.compile(r"\d{1,5}(\.\d*)?|\.\d+", re.ASCII)
 
 # What Kubernetes (and Docker's links) put into the environment of every container for a Service named open-jev. One of
 # the names is a setting's; its value tells the two apart.
@@ -32,24 +32,17 @@ class SettingsError(UsageError, ValueError):
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
+        digits = text.strip()           # int() alone would take 8_000 and digits of other scripts too
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 20 and low <= int(digits) <= high):
             raise ValueError(f"expected an integer in {low}..{high}, found {text!r:.40}")
-        return value
+        return int(digits)
     return parse
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 86400:
+    if not SECONDS.fullmatch(text.strip()) or not float(text) <= 86400:
         raise ValueError(f"expected seconds in 0..86400, found {text!r:.40}")
-    return value
+    return float(text)
 
 
 def _flag(text: str) -> bool:
