@@ -1,7 +1,6 @@
 """``jev audit``: how far each operation of a backend is from float64, on an export's own weights and a real request.
 
-Every operation of one forward pass is given to the backend and, with the same inputs, to NumPy in float64 (see
-``jev.model.ops.audit``); the scores of the whole pass are compared as well. For auditors, and for whoever changed a kernel.
+The two implementations side by side are in ``jev.model.ops.audit``.
 """
 from __future__ import annotations
 
@@ -27,6 +26,10 @@ from jev.model.ops.audit import AuditOps, Pair, Record, compare, table
 from jev.model.ops.numpy import NumpyOps
 from jev.processor import Processor
 
+INTRODUCTION = """\
+Every operation of one forward pass is given to the backend and, with the same inputs, to NumPy in float64; the hidden
+states after the whole pass are compared as well. For auditors, and for whoever changed a kernel.
+"""
 EXAMPLE = (b'{"state": "The parcel left the depot on Tuesday and nobody has seen it since.", "questions": {'
            b'"lost": {"type": "noul", "instructions": "Is the parcel lost?"}, '
            b'"next": {"type": "choice", "instructions": "What happens next?", "criteria": {"wait": null, '
@@ -55,7 +58,7 @@ def paired(ours: weights.Model, theirs: weights.Model) -> weights.Model:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exits with 1 if anything is not finite; how close is close enough the reader decides."""
-    parser = Parser(prog="jev audit", description=__doc__.split("\n\n")[1],
+    parser = Parser(prog="jev audit", description=INTRODUCTION,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--request", type=Path, help="a request (JSON) to audit with; default: a small example")
     parser.add_argument("--json", type=Path, help="write every record here")

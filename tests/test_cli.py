@@ -117,6 +117,12 @@ def test_a_wrong_command_line_is_told_as_a_whole_with_status_2(args, env, lines)
     assert said[-1].endswith(f"({lines[-1].split(':')[0]} --help tells more)")
 
 
+def test_a_python_without_docstrings_shows_the_same_help():
+    for command in ("audit", "frontend"):
+        shown = run(command, "--help", PYTHONOPTIMIZE="2")
+        assert shown.returncode == 0 and shown.stdout == run(command, "--help").stdout
+
+
 def test_jev_alone_is_its_help():
     alone = run()
     assert alone.returncode == 0 and alone.stdout == run("--help").stdout and b"jev serve" in alone.stdout

@@ -75,6 +75,13 @@ def test_every_tool_says_in_a_sentence_what_it_misses(tmp_path):
         assert status == "1" and said.startswith(f"{name}.py: needs {needs}") and "\n" not in said, said
 
 
+@pytest.mark.parametrize("name", ["bench_choice", "bench_host"])
+def test_an_export_that_is_not_there_is_a_sentence(name, tmp_path):
+    done = subprocess.run([sys.executable, ROOT / f"tools/{name}.py", "/nope"], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 1 and done.stderr == f"{name}.py: /nope: no such export folder\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_child_ends_with_its_tool_however_that_ends(number, tmp_path):
     program = ("import sys; sys.path.insert(0, sys.argv[1])\nfrom tools.tool import child\n"
