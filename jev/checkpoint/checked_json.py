@@ -65,6 +65,12 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def refuse_broken_link(path: Path) -> None:
+    """Raise CheckpointError where ``path`` is a link to nothing, as in a cache that was copied without what its links mean."""
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path}: is a link to a file that is not there")
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For ``object_pairs_hook``: the object, or ValueError for one with a repeated key."""
     found = dict(pairs)
@@ -78,6 +84,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes(), object_pairs_hook=unique_keys)
     except OSError as error:
+        refuse_broken_link(path)
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not valid JSON: {error}") from None

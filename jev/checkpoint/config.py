@@ -62,6 +62,8 @@ class ModelConfig:
         """
         top = Fields(where, data)
         f = Fields(f"{where}: text_config", top.get("text_config")) if "text_config" in data else top
+        if f is not top and "text_config" in f.data:
+            raise f.refuse("text_config", "a text configuration has none: which of the two counts?")
         for fields, kinds in ((top, ("qwen3_5", "qwen3_5_text")), (f, ("qwen3_5_text",) if f is not top else ())):
             if kinds and fields.data.get("model_type", kinds[0]) not in kinds:
                 raise fields.refuse("model_type", f"expected {' or '.join(kinds)}, "

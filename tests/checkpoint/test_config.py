@@ -15,6 +15,12 @@ from tests.checkpoint.refusals import MANIFEST, refuses
 from tests.export_inputs import F, L, edit_json
 
 
+def test_a_text_configuration_within_one_is_refused():
+    nested = {"model_type": "qwen3_5", "text_config": demo_config() | {"text_config": demo_config() | {"hidden_act": "gelu"}}}
+    with pytest.raises(CheckpointError, match="text_config: text_config: "):
+        ModelConfig.from_json(nested)
+
+
 def test_configuration_forms():
     flat = demo_config()
     config = ModelConfig.from_json(flat)
