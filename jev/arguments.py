@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
             return [f"no such flag: {flag}{did_you_mean(flag, self.flags)}" for flag in flags]
         if rest and getattr(known, "export", "") is None:       # argparse looks for it before the flags alone
             known.export, *rest = rest
-        return [f"{len(rest)} arguments too many"] if rest else []
+        return [f"{len(rest)} argument{'s' * (len(rest) > 1)} too many"] if rest else []
 
     def error(self, message: str) -> NoReturn:
         for pattern, without in VALUES:

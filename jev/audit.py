@@ -1,7 +1,6 @@
 """``jev audit``: how far each operation of a backend is from float64, on an export's own weights and a real request.
 
-Every operation of one forward pass is given to the backend and, with the same inputs, to NumPy in float64 (see
-``jev.model.ops.audit``); the scores of the whole pass are compared as well. For auditors, and for whoever changed a kernel.
+The two implementations side by side are in ``jev.model.ops.audit``.
 """
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from jev import contract
 from jev.arguments import Parser
 from jev.checkpoint.opening import Export, open_export
 from jev.cli import say
+from jev.errors import JevError
 from jev.model import row_pool, weights
 from jev.model.backbone import Backbone
 from jev.model.backends import open_backbone
@@ -26,6 +26,10 @@ from jev.model.ops.audit import AuditOps, Pair, Record, compare, table
 from jev.model.ops.numpy import NumpyOps
 from jev.processor import Processor
 
+INTRODUCTION = """\
+Every operation of one forward pass is given to the backend and, with the same inputs, to NumPy in float64; the hidden
+states after the whole pass are compared as well. For auditors, and for whoever changed a kernel.
+"""
 EXAMPLE = (b'{"state": "The parcel left the depot on Tuesday and nobody has seen it since.", "questions": {'
            b'"lost": {"type": "noul", "instructions": "Is the parcel lost?"}, '
            b'"next": {"type": "choice", "instructions": "What happens next?", "criteria": {"wait": null, '
@@ -54,7 +58,7 @@ def paired(ours: weights.Model, theirs: weights.Model) -> weights.Model:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exits with 1 if anything is not finite; how close is close enough the reader decides."""
-    parser = Parser(prog="jev audit", description=__doc__.split("\n\n")[1],
+    parser = Parser(prog="jev audit", description=INTRODUCTION,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--request", type=Path, help="a request (JSON) to audit with; default: a small example")
     parser.add_argument("--json", type=Path, help="write every record here")
@@ -65,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"jev audit: {remark}")
     body = args.request.read_bytes() if args.request else EXAMPLE
     export = open_export(settings.model, settings.max_length)
-    request = contract.parse_request(body, export.model_names)
-    sequences = Processor.of(export).encode(request)
+    try:
+        sequences = Processor.of(export).encode(contract.parse_request(body, export.model_names))
+    except contract.ContractError as error:
+        raise JevError(f"{args.request or 'the example'}: {error}") from None
     backbone = open_backbone(export, settings.backend, settings.max_length, log=say)
     try:
         records, whole = audit(export, backbone, sequences)

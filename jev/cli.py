@@ -34,7 +34,7 @@ EXAMPLE_REQUEST = {"state": "The parcel is still in the depot.",
                    "questions": {"late": {"type": "noul", "instructions": "Is the parcel late?"}}}
 SERVE_FLAGS = ("model", "host", "port", "backend", "max_length", "graph", "cache_gb", "queue", "queue_mb", "batch_rows",
                "drain_seconds", "allowed_hosts", "verify")
-MODEL_FLAGS = ("model", "backend", "max_length", "graph", "cache_gb", "batch_rows", "verify")
+SCORE_FLAGS = ("model", "backend", "max_length", "graph", "cache_gb", "queue_mb", "batch_rows", "verify")
 
 
 def say(text: str = "") -> None:
@@ -205,7 +205,7 @@ stdout, in order: the response, or {"line", "error", "detail"} for a request tha
 Exit status: 0 all answered, 1 some failed or there were none, 2 the command line is wrong.
 """)
     command.add_argument("file", metavar="FILE")
-    command.add_settings(MODEL_FLAGS)
+    command.add_settings(SCORE_FLAGS)
     command.add_argument("--pretty", action="store_true", help="show answers for reading instead of JSON")
     command.add_argument("--together", type=integer(1, 1024), default=16, metavar="N",
                          help="requests under way at a time; they share forward passes; default 16")
@@ -233,6 +233,7 @@ def _from(module: str) -> Callable[[argparse.Namespace], int]:
 DELEGATED = {"export": ("jev.export.command", "merge a downloaded base model and an Open-Jev checkpoint into an export"),
              "frontend": ("jev.gateway.app", "the gateway in front of one or more workers"),
              "audit": ("jev.audit", "measure each operation of a backend against float64 on an export's own weights")}
+FLAGS = ("-h", "--help", "--version")          # before a command
 COMMANDS = ("serve", "score", "demo", "demo-checkpoint", "check", *DELEGATED)
 
 SERVICES = (["serve"], ["frontend"])            # they run until a signal ends them
@@ -253,6 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser = build_parser()
             if not argv[0].startswith("-") and argv[0] not in COMMANDS:
                 parser.error(f"no such command{did_you_mean(argv[0], COMMANDS)}")
+            flag = argv[0].partition("=")[0]
+            if flag.startswith("-") and not any(known.startswith(flag) for known in FLAGS):    # argparse misses a command
+                parser.error(f"no such flag: {flag}{did_you_mean(flag, FLAGS)}")
             args = parser.parse_args(argv)
             for remark in getattr(args, "remarks", ()):
                 say(f"jev: {remark}")

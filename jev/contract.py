@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jev.errors import JevError
-from jev.spelling import letters, meant
+from jev.spelling import LONGEST, letters, meant
 from jev.strict_json import StrictJSONError, excerpt, parse, render
 
 MAX_BODY_BYTES = 4 << 20
@@ -108,13 +108,19 @@ class _Problems:
         self._first: list[str] = []             # where the first of them are
         self._meant: dict[tuple[str, tuple[str, ...]], str | None] = {}
 
-    def meant(self, name: str, known: tuple[str, ...]) -> str | None:
-        """`jev.spelling.meant`, each name compared once and no more than MAX_NAMES of them."""
-        if (name, known) not in self._meant:
-            if len(self._meant) == MAX_NAMES or name in ORDINARY:
+    def meant(self, name: str, absent: tuple[str, ...], present: tuple[str, ...]) -> str | None:
+        """Which field `name` was meant for, if any; each name is compared once and no more than MAX_NAMES of them.
+
+        What is there by its right name is not what another field was meant for: "states" beside "state" belongs to
+        somebody else, unless it differs in case or hyphens alone.
+        """
+        if (name, absent) not in self._meant:
+            if len(self._meant) == MAX_NAMES:
                 return None
-            self._meant[name, known] = meant(name, known)
-        return self._meant[name, known]
+            written = letters(name[:LONGEST])
+            near = None if written in ORDINARY else meant(name, absent)
+            self._meant[name, absent] = near or next((field for field in present if letters(field) == written), None)
+        return self._meant[name, absent]
 
     def ignore(self, path: Sequence[str]) -> None:
         """Note a field that is accepted and has no effect."""
@@ -178,15 +184,14 @@ def _kind(value: Any) -> str:
 
 
 def _check_names(fields: Mapping[str, Any], known: tuple[str, ...], path: Sequence[str], problems: _Problems) -> None:
-    """Refuse fields that are nearly one of the `known` ones at this place; note the others that are not known.
-
-    What is there by its right name is not what another field was meant for: "states" beside "state" belongs to somebody
-    else, unless it differs in case or hyphens alone.
-    """
+    """Refuse fields that are nearly one of the `known` ones at this place; note the others that are not known."""
     unknown = [name for name in fields if name not in known]
-    absent = tuple(name for name in known if name not in fields) if unknown else ()
+    if not unknown:
+        return
+    absent = tuple(name for name in known if name not in fields)
+    present = tuple(name for name in known if name in fields)
     for name in unknown:
-        right = problems.meant(name, absent) or next((other for other in known if letters(other) == letters(name[:64])), None)
+        right = problems.meant(name, absent, present)
         if right is None:
             problems.ignore((*path, name))
         else:

@@ -18,7 +18,7 @@ from jev.spelling import distance, letters, meant
 
 BACKENDS = ("auto", "cuda", "numpy")
 MAX_LENGTH_LIMIT = 16384
-
+DECIMAL = re.compile(r"\d{1,5}(\.\d*)?|\.\d+", re.ASCII)
 
 # What Kubernetes (and Docker's links) put into the environment of every container for a Service named open-jev. One of
 # the names is a setting's; its value tells the two apart.
@@ -32,34 +32,23 @@ class SettingsError(UsageError, ValueError):
 
 def _integer(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
+        digits = text.strip()           # int() alone would take 8_000 and digits of other scripts too
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 20 and low <= int(digits) <= high):
             raise ValueError(f"expected an integer in {low}..{high}, found {text!r:.40}")
-        return value
+        return int(digits)
     return parse
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 86400:
+    if not DECIMAL.fullmatch(text.strip()) or not float(text) <= 86400:
         raise ValueError(f"expected seconds in 0..86400, found {text!r:.40}")
-    return value
+    return float(text)
 
 
 def _gigabytes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 4096:
+    if not DECIMAL.fullmatch(text.strip()) or not float(text) <= 4096:
         raise ValueError(f"expected GB in 0..4096, found {text!r:.40}")
-    return value
+    return float(text)
 
 
 def _flag(text: str) -> bool:
@@ -112,7 +101,8 @@ class Settings:
         "requests in the worker at a time, those being computed included; one more is answered 503", "--queue")
     queue_mb: int = _setting(
         1024, "OPEN_JEV_QUEUE_MB", _integer(16, 1 << 20),
-        "MiB of memory that they may hold together; beyond it 503, and 413 for a request too large alone", "--queue-mb")
+        "MiB of memory that requests in the worker may hold together; beyond it 503 (`jev score` waits), and 413 for one that "
+        "is too large alone", "--queue-mb")
     cache_gb: float | None = _setting(
         None, "OPEN_JEV_CACHE_GB", _gigabytes,
         "GB of GPU memory (with numpy: of memory) for prefixes of earlier requests, 0: none; default: what is free, with "

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tokenizers import pre_tokenizers
 
+from jev.signals import STOP
+
 DATA = Path(__file__).parent / "data"
 
 
@@ -21,6 +23,13 @@ DATA = Path(__file__).parent / "data"
 for name in [name for name in os.environ if name.startswith(("OPEN_JEV_", "OMNI_JEV_", "CUA_S1_"))
              or name.lower().endswith("_proxy") or name == "SSL_CERT_FILE"]:
     del os.environ[name]
+
+
+# Started in the background of a script, or under nohup, tests would hand on signals that are ignored, and processes that
+# they interrupt would go on. A handler of Python's is the default in a process that is started.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,8 +43,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
-    """What a test makes of SIGINT and SIGTERM (`jev serve` in this process, say) ends with it."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """What a test makes of the signals that end a program (`jev serve` in this process, say) ends with it."""
+    before = {number: signal.getsignal(number) for number in STOP}
     yield
     for number, handler in before.items():
         if signal.getsignal(number) is not handler:

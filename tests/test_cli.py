@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import namedtuple
 from http.client import HTTPConnection
 
 import pytest
@@ -91,6 +92,9 @@ def test_what_is_not_there_is_a_sentence_and_status_1(args, words):
 @pytest.mark.parametrize("args, env, lines", [
     (["srve"], {}, ["jev: no such command; did you mean serve?"]),
     (["nonsense"], {}, ["jev: no such command"]),
+    (["--verson"], {}, ["jev: no such flag: --verson; did you mean --version?"]),
+    (["--model=/e", "serve"], {}, ["jev: no such flag: --model"]),
+    (["check", "/e", "/f", "/g"], {}, ["jev check: 2 arguments too many"]),
     (["serve", "/e", "--prot", "80"], {}, ["jev serve: no such flag: --prot; did you mean --port?"]),
     (["frontend", "--bnid", "x"], {}, ["jev frontend: no such flag: --bnid; did you mean --bind?"]),
     (["serve", "/e", "--port", "x"], {}, ["jev serve: --port: expected an integer"]),
@@ -100,7 +104,7 @@ def test_what_is_not_there_is_a_sentence_and_status_1(args, words):
     (["serve"], {}, ["jev serve: which export? Give EXPORT"]), (["score", "x"], {}, ["jev score: which export?"]),
     (["check"], {}, ["jev check: which export?"]), (["audit"], {}, ["jev audit: which export?"]),
     (["check", "/e", "--model", "/f"], {}, ["jev check: the export is given twice"]),
-    (["check", "/e", "/f"], {}, ["jev check: 1 arguments too many"]),
+    (["check", "/e", "/f"], {}, ["jev check: 1 argument too many"]),
     (["serve", "--nope", "--port", "x", "--queue=0"], {"OPEN_JEV_DRAIN_SECONDS": "soon"},
      ["jev serve: no such flag: --nope", "jev serve: --port: ", "jev serve: --queue: ", "jev serve: OPEN_JEV_DRAIN_SECONDS: "]),
     (["score", "x", "/e", "--nope", "--together", "0", "--max-length", "0"], {},
@@ -111,6 +115,12 @@ def test_a_wrong_command_line_is_told_as_a_whole_with_status_2(args, env, lines)
     assert shown.returncode == 2 and shown.stdout == b"" and len(said) == len(lines)
     assert all(line.startswith(start) for line, start in zip(said, lines)), said
     assert said[-1].endswith(f"({lines[-1].split(':')[0]} --help tells more)")
+
+
+def test_a_python_without_docstrings_shows_the_same_help():
+    for command in ("audit", "frontend"):
+        shown = run(command, "--help", PYTHONOPTIMIZE="2")
+        assert shown.returncode == 0 and shown.stdout == run(command, "--help").stdout
 
 
 def test_jev_alone_is_its_help():
@@ -372,6 +382,14 @@ def test_demo_repairs_its_checkpoint_and_deletes_nothing_else(fake, capsys, tmp_
         assert cli.main(["demo", "--dir", str(tmp_path)]) == 1
         said = capsys.readouterr().err
         assert str(folder) in said and "make clean" in said and (folder / "model.safetensors").exists()
+
+
+def test_demo_gives_no_advice_about_a_folder_that_is_not_there(fake, capsys, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 0))
+    assert cli.main(["demo", "--dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "GB of disk" in said and "remove" not in said
 
 
 def test_demo_reports_a_refused_request(fake, capsys, tmp_path):

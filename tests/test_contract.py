@@ -200,6 +200,22 @@ def test_unknown_fields_cost_little_however_many_there_are():
     assert time.process_time() - started < 2 and request.ignored[-1] == f"and {30_000 - contract.MAX_IGNORED} more"
 
 
+@pytest.mark.parametrize("where", ["body", "question"])
+def test_names_beyond_the_first_hundreds_are_not_looked_at(where, monkeypatch):
+    calls = []
+    monkeypatch.setattr(contract, "letters", lambda name: calls.append(name) or name)
+    extras = {f"x{i}": 0 for i in range(5_000)}
+    body = {"state": "s", "questions": {f"q{j}": noul(**(extras if where == "question" else {})) for j in range(3)},
+            **(extras if where == "body" else {})}
+    parse_request(json.dumps(body).encode(), NAMES)
+    assert 0 < len(calls) < 10 * contract.MAX_NAMES
+
+
+@pytest.mark.parametrize("name", ["Mode", "MODE", "modal"])
+def test_words_of_their_own_are_no_slips_however_they_are_written(name):
+    assert request_of({"q": noul()}, **{name: 1}).ignored == (f"body.{name}",)
+
+
 @pytest.mark.parametrize("model", [None, *sorted(NAMES)])
 def test_names_of_the_model(model):
     assert request_of({"q": noul()}, model=model).n_candidates == 1

@@ -37,12 +37,20 @@ def test_graph_has_two_names(environ, graph):
     ("OPEN_JEV_PORT", "65536"), ("OPEN_JEV_PORT", "x"), ("OPEN_JEV_PORT", "-1"), ("OPEN_JEV_BACKEND", "CUDA"),
     ("OPEN_JEV_MAX_LENGTH", "0"), ("OPEN_JEV_MAX_LENGTH", "16385"), ("OPEN_JEV_GRAPH", "yes"), ("CUA_S1_GRAPH", "2"),
     ("OPEN_JEV_QUEUE", "0"), ("OPEN_JEV_QUEUE_MB", "15"), ("OPEN_JEV_BATCH_ROWS", "0"), ("OPEN_JEV_BATCH_ROWS", "0"), ("OPEN_JEV_VERIFY", "yes"),
+    ("OPEN_JEV_PORT", "8_000"), ("OPEN_JEV_PORT", "٨٠٠٠"), ("OPEN_JEV_PORT", "+80"), ("OPEN_JEV_PORT", "9" * 5000),
+    ("OPEN_JEV_DRAIN_SECONDS", "1_0"), ("OPEN_JEV_DRAIN_SECONDS", "-1"), ("OPEN_JEV_DRAIN_SECONDS", "86400.5"),
     ("OPEN_JEV_DRAIN_SECONDS", "nan"), ("OPEN_JEV_HOST", "a b"),
     ("OPEN_JEV_ALLOWED_HOSTS", "a:80"),
     ("OPEN_JEV_API_KEY", ""), ("OPEN_JEV_API_KEY", "two words")])
 def test_refusals_name_the_variable(name, value):
     with pytest.raises(SettingsError, match=f"^{name}: expected"):
         Settings.from_environment({name: value})
+
+
+@pytest.mark.parametrize("name, text, value", [
+    ("port", " 8000\r", 8000), ("port", "007", 7), ("drain_seconds", "2.5\n", 2.5), ("drain_seconds", ".5", 0.5)])
+def test_numbers_may_have_spaces_around_them(name, text, value):
+    assert getattr(Settings.from_environment({f"OPEN_JEV_{name.upper()}": text}), name) == value
 
 
 def test_a_refused_flag_is_named_and_a_key_is_shown_nowhere():

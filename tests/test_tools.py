@@ -17,7 +17,7 @@ ON_A_GPU = {"bench_forward": [], "bench_gemm": [], "bench_kernels": [], "bench_s
             "synthetic_worker": ["--tokenizer", "x"]}
 WITH_TORCH = {"attention_waits": [], "bench_attention": [], "bench_export": [], "bench_gdn": [], "gpu_parity": [],
               "make_export_fixtures": [], "make_parity_fixtures": []}
-ON_ANYTHING = {"bench_choice", "bench_gateway", "soak"}
+ON_ANYTHING = {"bench_choice", "bench_gateway", "bench_host", "golden_bits", "kernel_code", "soak"}
 
 # One process loads the libraries once and then is, in a copy for each, a Python that is given a tool. The copies find
 # neither torch nor a GPU. What they print is framed by the tool's name and exit status.
@@ -73,6 +73,13 @@ def test_every_tool_says_in_a_sentence_what_it_misses(tmp_path):
         torch = name in WITH_TORCH or name == "bench_kernels"
         needs = "the Python package torch, which" if torch else "an NVIDIA GPU, and there"
         assert status == "1" and said.startswith(f"{name}.py: needs {needs}") and "\n" not in said, said
+
+
+@pytest.mark.parametrize("name", ["bench_choice", "bench_host"])
+def test_an_export_that_is_not_there_is_a_sentence(name, tmp_path):
+    done = subprocess.run([sys.executable, ROOT / f"tools/{name}.py", "/nope"], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 1 and done.stderr == f"{name}.py: /nope: no such export folder\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

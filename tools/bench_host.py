@@ -33,6 +33,7 @@ from jev.checkpoint.opening import open_export  # noqa: E402
 from jev.engine import Engine  # noqa: E402
 from jev.model import row_pool  # noqa: E402
 from jev.settings import Settings  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 WORDS = "the parcel has not been sent and it is still at the depot".split()
 MIB = 1 << 20
@@ -129,7 +130,7 @@ def main(argv=None) -> None:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resident-only", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = Needed().parse(parser, argv)
     with tempfile.TemporaryDirectory() as folder:
         path = args.export or Path(folder) / "demo"
         if not args.export:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from jev.errors import JevError
+
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None)
 
@@ -36,7 +38,8 @@ class Needed:
               gpu: bool = False) -> argparse.Namespace:
         """The arguments; exits with a sentence where a package, or with ``gpu`` a GPU, is missing.
 
-        From here on SIGTERM and SIGHUP raise SystemExit, so that what stands in ``finally`` is done.
+        From here on SIGTERM and SIGHUP raise SystemExit, so that what stands in ``finally`` is done, and an export or a file
+        that is not there ends the tool with a sentence too.
         """
         options = parser.parse_args(arguments)
         for flag, package in self.behind.items():
@@ -49,7 +52,19 @@ class Needed:
             parser.exit(1, f"{parser.prog}: needs an NVIDIA GPU, and there is no usable one here\n")
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        sys.excepthook = lambda kind, error, trace: _tell(parser.prog, error) or sys.__excepthook__(kind, error, trace)
         return options
+
+
+def _tell(prog: str, error: BaseException) -> bool:
+    """Say what is wrong, if whoever started the tool can mend it."""
+    file = getattr(error, "filename", None)
+    if isinstance(error, OSError) and file is not None:
+        error = f"{file}: {error.strerror}"
+    elif not isinstance(error, JevError):
+        return False
+    print(f"{prog}: {error}", file=sys.stderr)
+    return True
 
 
 def has_gpu() -> bool:

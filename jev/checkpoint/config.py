@@ -13,6 +13,7 @@ from jev_kernels.reference import INTERLEAVE
 
 CONFIG_FILE = "config.json"
 LAYER_KINDS = ("linear_attention", "full_attention")
+MAX_LAYERS = 1024        # a number that is written wrongly is refused before anything is made for each layer
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class ModelConfig:
         """
         top = Fields(where, data)
         f = Fields(f"{where}: text_config", top.get("text_config")) if "text_config" in data else top
+        if f is not top and "text_config" in f.data:
+            raise f.refuse("text_config", "a text configuration has none: which of the two counts?")
         for fields, kinds in ((top, ("qwen3_5", "qwen3_5_text")), (f, ("qwen3_5_text",) if f is not top else ())):
             if kinds and fields.data.get("model_type", kinds[0]) not in kinds:
                 raise fields.refuse("model_type", f"expected {' or '.join(kinds)}, "
@@ -84,7 +87,7 @@ class ModelConfig:
             linear_key_head_dim=f.integer("linear_key_head_dim"),
             linear_value_head_dim=f.integer("linear_value_head_dim"),
             conv_kernel=f.integer("linear_conv_kernel_dim"), vocab_size=f.integer("vocab_size"),
-            rms_norm_eps=f.number("rms_norm_eps"), rope_theta=rope.number("rope_theta"))
+            rms_norm_eps=f.float32("rms_norm_eps"), rope_theta=rope.float32("rope_theta"))
         if config.intermediate_size % INTERLEAVE:
             raise f.refuse("intermediate_size", f"{config.intermediate_size} is not a multiple of {INTERLEAVE}")
         if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
@@ -123,7 +126,7 @@ class ModelConfig:
 
 
 def _layer_types(f: Fields) -> tuple[str, ...]:
-    layers = f.integer("num_hidden_layers")
+    layers = f.integer("num_hidden_layers", 1, MAX_LAYERS)
     if f.data.get("layer_types") is None:
         interval = f.integer("full_attention_interval")
         return tuple(LAYER_KINDS[(i + 1) % interval == 0] for i in range(layers))

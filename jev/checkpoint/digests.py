@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from jev.checkpoint.checked_json import CheckpointError
+from jev.checkpoint.checked_json import CheckpointError, refuse_broken_link
 
 DIGEST_FILE = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *]([^/\x00]+)")
@@ -32,6 +32,7 @@ def read_digests(folder: Path) -> dict[str, str] | None:
     try:
         lines = path.read_text("utf-8").splitlines()
     except FileNotFoundError:
+        refuse_broken_link(path)
         return None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None

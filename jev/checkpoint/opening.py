@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jev.checkpoint.checked_json import CheckpointError, read_json
+from jev.checkpoint.checked_json import CheckpointError, read_json, refuse_broken_link
 from jev.checkpoint.config import CONFIG_FILE, ModelConfig, check_dims
 from jev.checkpoint.manifest import MANIFEST_FILE, MAX_LENGTH_LIMIT, Manifest
 from jev.checkpoint.pinned import DEMO, pinned
@@ -54,6 +54,8 @@ def open_export(path: str | Path, max_length: int | None = None) -> Export:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such export folder")
+    for name in (MANIFEST_FILE, TOKENIZER_FILE):
+        refuse_broken_link(path / name)
     if not (path / MANIFEST_FILE).exists():
         kind = ("a plain base model or an unfinished export" if (path / CONFIG_FILE).exists() else "not an export")
         raise CheckpointError(f"{path}: {kind}: it has no {MANIFEST_FILE}; make an export with `jev export`")

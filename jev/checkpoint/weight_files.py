@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jev.checkpoint.checked_json import CheckpointError, Fields, read_json, unique_keys
+from jev.checkpoint.checked_json import CheckpointError, Fields, read_json, refuse_broken_link, unique_keys
 from jev.checkpoint.config import CONFIG_FILE, ModelConfig
 
 WEIGHTS_FILE = "model.safetensors"
@@ -101,6 +101,8 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
     Raises CheckpointError naming the missing shard, or the tensor about which index and shard disagree.
     """
     single, index_path = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    for path in (single, index_path):
+        refuse_broken_link(path)
     if single.exists() and index_path.exists():
         raise CheckpointError(f"{folder}: has both {WEIGHTS_FILE} and {INDEX_FILE}: which holds the weights?")
     if single.exists():
@@ -114,6 +116,7 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise index.refuse(name, f"{shard!r:.80} is not the name of a safetensors file")
         if shard not in shards:
+            refuse_broken_link(folder / shard)
             if not (folder / shard).exists():
                 raise CheckpointError(f"{folder / shard}: this shard is missing ({INDEX_FILE} needs it for {name})")
             shards[shard] = read_header(folder / shard)

@@ -23,6 +23,7 @@ from jev.checkpoint.demo import write_demo_checkpoint
 from jev.checkpoint.opening import open_export
 from jev.cli import open_engine, say
 from jev.errors import JevError
+from jev.export.writer import UNFINISHED
 from jev.processor import Processor, ProcessorError
 from jev.server import Server, bind
 from jev.settings import Settings
@@ -56,6 +57,8 @@ def _make_demo_checkpoint(folder: Path) -> None:
         try:
             write_demo_checkpoint(folder, overwrite=True)
         except CheckpointError as error:
+            if not any(map(os.path.lexists, (folder, f"{folder}{UNFINISHED}"))):
+                raise
             # Perhaps a demo that lost its manifest, perhaps something of the user's: not ours to delete.
             raise JevError(f"{error}; remove that folder (`make clean` removes the one of `make demo`)") from None
 

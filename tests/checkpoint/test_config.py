@@ -15,6 +15,12 @@ from tests.checkpoint.refusals import MANIFEST, refuses
 from tests.export_inputs import F, L, edit_json
 
 
+def test_a_text_configuration_within_one_is_refused():
+    nested = {"model_type": "qwen3_5", "text_config": demo_config() | {"text_config": demo_config() | {"hidden_act": "gelu"}}}
+    with pytest.raises(CheckpointError, match="text_config: text_config: "):
+        ModelConfig.from_json(nested)
+
+
 def test_configuration_forms():
     flat = demo_config()
     config = ModelConfig.from_json(flat)
@@ -51,6 +57,12 @@ ROPE = {"rope_theta": 1e7, "partial_rotary_factor": 0.25}
     ({"attention_bias": True}, ["attention_bias"]),
     ({"attn_output_gate": False}, ["attn_output_gate"]),
     ({"rms_norm_eps": 0}, ["rms_norm_eps"]),
+    ({"rms_norm_eps": 1e-300}, ["rms_norm_eps", "float32", "1e-300"]),      # nothing, to a kernel
+    ({"rms_norm_eps": 1e39}, ["rms_norm_eps", "float32"]),
+    ({"rope_parameters": {"rope_theta": 1e-300}}, ["rope_theta", "float32"]),
+    ({"rope_parameters": {"rope_theta": 1e39}}, ["rope_theta", "float32"]),
+    ({"num_hidden_layers": 2**31 - 1, "layer_types": None, "full_attention_interval": 4}, ["num_hidden_layers", "1..1024"]),
+    ({"model_type": "qwen3_5_text\ud800"}, ["model_type", "ud800"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ["rope_parameters", "rope_type", "yarn"]),
     ({"rope_parameters": {"rope_type": "default"}}, ["rope_parameters", "rope_theta", "is missing"]),

@@ -34,6 +34,7 @@ LARGE = dict(model_id=PINNED[0].model_id, base_revision=PINNED[0].base_revision,
     ({"max_length": 16385}, ["max_length"]),
     ({"max_length": 4096.0}, ["max_length"]),
     ({"chat_prefix": None}, ["chat_prefix", "is missing"]),
+    ({"chat_prefix": "<|im_start|>\ud800"}, ["chat_prefix", "lone surrogate"]),    # no tokenizer takes it
     ({"chat_suffix": 3}, ["chat_suffix"]),
     ({"head_weight": [0.5] * 255}, ["head_weight", "expected 256 numbers, found 255"]),
     ({"head_weight": []}, ["head_weight"]),

@@ -12,7 +12,7 @@ import pytest
 from jev.checkpoint import opening
 from jev.checkpoint.opening import open_export
 from jev.checkpoint.weight_files import read_header
-from tests.checkpoint.refusals import MANIFEST, WEIGHTS, refuses
+from tests.checkpoint.refusals import INDEX, MANIFEST, WEIGHTS, refuses
 
 
 def test_an_export_is_read(demo):
@@ -70,3 +70,10 @@ def test_what_is_not_an_export(demo, export, tmp_path):
 def test_the_module_needs_no_torch():
     code = "import sys, jev.checkpoint.opening; sys.exit(bool({'torch', 'flask', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(opening.__file__).parents[2]).returncode == 0
+
+
+@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS, INDEX, "tokenizer.json", "config.json"])
+def test_a_link_without_its_file_is_named(export, name):
+    (export / name).unlink(missing_ok=True)
+    (export / name).symlink_to("../blobs/0123")
+    refuses(export, f"{export / name}: ", "is a link to a file that is not there")

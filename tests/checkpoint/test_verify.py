@@ -157,6 +157,12 @@ def test_digests_that_cannot_be_read(export):
     assert "cannot be read" in refusal(export)
 
 
+def test_digests_behind_a_broken_link_are_not_taken_for_none(export):
+    (export / DIGEST_FILE).unlink()
+    (export / DIGEST_FILE).symlink_to("elsewhere")
+    assert "is a link to a file that is not there" in refusal(export)
+
+
 def test_binary_mode_marks_and_upper_case_are_read(export):
     digests = read_digests(export)
     (export / DIGEST_FILE).write_text("".join(f"{d.upper()} *{n}\n" for n, d in digests.items()))

@@ -328,7 +328,7 @@ def test_a_wrong_setting_ends_with_one_line(argv, environ):
 
 @pytest.mark.parametrize("argv, says", [
     (["serve", "--api-key", "hunter2"], "no such flag: --api-key"), (["serve", "x", "--api-key=hunter2"], "--api-key"),
-    (["serve", "x", "hunter2"], "1 arguments too many"), (["hunter2"], "no such command"),
+    (["serve", "x", "hunter2"], "1 argument too many"), (["hunter2"], "no such command"),
     (["serve", "--m=hunter2"], "ambiguous option: --m could match"), (["score", "x", "--pretty=hunter2"], "--pretty"),
     (["score", "x", "y", "--together", "hunter2"], "--together"), (["demo-checkpoint", "x", "--seed", "hunter2"], "--seed"),
     (["serve", "--model"], "expected one argument")])
