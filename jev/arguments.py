@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
         if "model" in names:
             self.add_argument("export", metavar="EXPORT", nargs="?", help="the same as --model EXPORT")
         for f in settable(names):
-            default = "" if f.default in (None, ()) else f"; default {int(f.default) if isinstance(f.default, bool) else f.default}"
+            value = int(f.default) if isinstance(f.default, bool) else f.default
+            default = "" if value in (None, ()) else f"; default {value}"
             help = f"{f.metadata['help']} [{', '.join(f.metadata['env'])}{default}]"
             if f.name == "verify":          # a switch takes no value: what follows it may be the export
                 self.add_argument(f.metadata["flag"], dest=f.name, action="store_const", const="1", help=help)

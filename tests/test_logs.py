@@ -106,7 +106,7 @@ def test_what_fails_is_counted_and_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", write_if_room)
     writer = writer_to(file.fileno())
     full.set()
-    for i in range(5):
+    for _ in range(5):
         writer.put(b"lost\n")
     eventually(lambda: writer._dropped == 5)
     time.sleep(0.05)                                    # some attempts
@@ -271,7 +271,7 @@ def test_a_worker_that_gives_up_ends_too_when_nobody_reads_its_log(export):
 def test_the_count_is_in_the_log_when_there_is_room_again(export):
     with worker(export, "stdout", "import jev.logs; jev.logs.ROOM_BYTES = 20_000\n" + FAKE) as service:
         connection = HTTPConnection("127.0.0.1", service.port, timeout=20)
-        for i in range(300):
+        for _ in range(300):
             service.ask(connection, "/unknown")
         service.take("stdout")
         eventually(lambda: b'"dropped"' in service.read["stdout"])

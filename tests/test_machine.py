@@ -22,8 +22,8 @@ from jev_kernels.runtime import disk
 from tests.fakes import ROOT
 
 # A port other than 0 that something listens on or is told to listen on.
-FIXED_PORT = re.compile(r"""(create_server|bind)\(\("[^"]*",\s*[1-9]|"--port",\s*"[1-9]\d*"|port=[1-9]\d{3}|"OPEN_JEV_PORT": "[1-9]\d*"""
-                        r"""|OMNI_JEV_BIND[^\n]*:[1-9]\d{3}\b""")
+FIXED_PORT = re.compile(r"""(create_server|bind)\(\("[^"]*",\s*[1-9]|"--port",\s*"[1-9]\d*"|port=[1-9]\d{3}"""
+                        r"""|"OPEN_JEV_PORT": "[1-9]\d*|OMNI_JEV_BIND[^\n]*:[1-9]\d{3}\b""")
 REFUSED = ("99999", "65536", "tests/test_settings.py", "tests/test_machine.py")      # never listened on
 
 

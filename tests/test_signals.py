@@ -62,7 +62,8 @@ def test_before_a_command_has_begun(tmp_path, way, command, number):
 
 
 @pytest.mark.parametrize("command, moment", [
-    (["serve", "--port", "0"], "flask"), (["serve", "--port", "0"], "jev.logs"), (["serve", "--port", "0"], "jev.model.backbone"),
+    (["serve", "--port", "0"], "flask"), (["serve", "--port", "0"], "jev.logs"),
+    (["serve", "--port", "0"], "jev.model.backbone"),
     (["frontend", "--bind", "127.0.0.1:0"], "jev.gateway.app"), (["frontend", "--bind", "127.0.0.1:0"], "flask")])
 def test_a_service_that_loads_ends_though_no_exception_could_end_it(tmp_path, command, moment):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

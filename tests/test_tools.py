@@ -48,7 +48,8 @@ for call in calls:
 def run_all(calls: dict[str, list[str]], folder: Path) -> dict[str, tuple[str, str]]:
     """(exit status, output) of each tool, started in ``folder``."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", EVERY_TOOL, str(ROOT / "tools"), *(" ".join([n, *a]) for n, a in calls.items())],
+    lines = [" ".join([name, *arguments]) for name, arguments in calls.items()]
+    done = subprocess.run([sys.executable, "-c", EVERY_TOOL, str(ROOT / "tools"), *lines],
                           cwd=folder, env={**env, "CUDA_VISIBLE_DEVICES": "-1"}, capture_output=True, text=True, timeout=250)
     found, said = {}, []
     for line in done.stdout.splitlines():

@@ -138,7 +138,8 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
         reply = refusal(head)
         if reply is None:
             return None
-        _finish(head.method, head.target, head.headers.get("X_REQUEST_ID", ""), head.content_length or 0, None, reply, started)()
+        request_id = head.headers.get("X_REQUEST_ID", "")
+        _finish(head.method, head.target, request_id, head.content_length or 0, None, reply, started)()
         return Refusal(reply.status, [item for item in reply.headers if item[0] != "Content-Length"], reply.body)
 
     def answer(request: Request) -> _Reply:
