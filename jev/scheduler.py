@@ -39,6 +39,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -156,7 +157,7 @@ def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
     if waiting[0].alone:
         waiting = [waiting[0]]
     share = max(1, max_rows // len(waiting))
-    parts = []
+    parts: list[Part] = []
     for work in waiting:
         part = Part(work, work.next, work.next)
         part.end, cost = work.reach(part.start, part.end, min(share, room))
@@ -358,7 +359,9 @@ class Scheduler:
 
     def _forward(self, parts: list[Part]) -> None:
         started = time.perf_counter()
-        failure, interrupted, scores, bad = None, False, None, 0
+        failure: BaseException | None = None
+        scores: Any = None                              # float32, one for each sequence
+        interrupted, bad = False, 0
         try:
             sequences = Sequences.join([part.work.sequences.part(part.start, part.end) for part in parts])
             scores = self._infer(sequences)
@@ -407,7 +410,7 @@ class Scheduler:
         if again:
             logger.warning("a forward of %d requests gave %d of them scores that are not finite; each is computed once more "
                            "alone", len(parts), len(again))
-        if interrupted:
+        if interrupted and failure is not None:
             raise failure
         if bad:
             logger.error("a forward gave scores that are not finite, to %d of %d requests", bad, len(parts))

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from waitress import wasyncore
 from waitress.adjustments import Adjustments
@@ -33,11 +33,7 @@ from waitress.task import ThreadedTaskDispatcher
 
 from jev.http.channel import Channel
 from jev.http.parser import HEAD_ACCEPTED, Refusal, RefuseHead, RequestHead
-from jev.settings import Settings
 from jev.threads import OutOfThreads, starting
-
-if TYPE_CHECKING:            # the gateway runs this server too, and has no engine to load
-    from jev.engine import Engine
 
 __all__ = ["HEAD_ACCEPTED", "Refusal", "RefuseHead", "RequestHead", "Server", "bind", "url"]
 logger = logging.getLogger("jev.server")
@@ -132,7 +128,7 @@ class _Threads(ThreadedTaskDispatcher):
 
     def idle(self) -> int:
         """Threads with nothing to do. Called with the lock held."""
-        return len(self.threads) - self.stop_count - self.active_count
+        return int(len(self.threads) - self.stop_count - self.active_count)
 
     def add_task(self, task: Channel) -> None:
         if threading.get_ident() != self.loop.leader:
@@ -218,6 +214,27 @@ def url(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class Drained(Protocol):
+    """What stands behind an application: an Engine, or the gateway's Workers."""
+
+    @property
+    def pending(self) -> int:
+        """Requests that were admitted and are not answered yet."""
+
+    def drain(self) -> None:
+        """Admit nothing more."""
+
+
+class Limits(Protocol):
+    """The settings that a Server needs, of the worker or of the gateway."""
+
+    @property
+    def queue(self) -> int: ...
+
+    @property
+    def drain_seconds(self) -> float: ...
+
+
 class Server:
     """Serves a WSGI ``app`` on a bound socket until ``stop``. ``run`` is called once, by one thread.
 
@@ -226,7 +243,7 @@ class Server:
     Raises OutOfThreads.
     """
 
-    def __init__(self, app: Callable, engine: Engine, settings: Settings, sock: socket.socket) -> None:
+    def __init__(self, app: Callable[..., Any], engine: Drained, settings: Limits, sock: socket.socket) -> None:
         self.engine = engine
         self.drain_seconds = settings.drain_seconds
         self.url = url(sock)

@@ -72,7 +72,8 @@ def _show_demo(folder: Path, request_file: Path, body: bytes, settings: Settings
     thread.start()
     try:
         say(f"3. posting {request_file} to {server.url}/v1/systemone\n")
-        connection = HTTPConnection(*sock.getsockname()[:2], timeout=120)
+        host, port = sock.getsockname()[:2]
+        connection = HTTPConnection(host, port, timeout=120)
         started = time.perf_counter()
         connection.request("POST", "/v1/systemone", body, {"Content-Type": "application/json"})
         response = connection.getresponse()

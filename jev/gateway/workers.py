@@ -115,6 +115,7 @@ class Workers:
             if answer.status == 200:
                 return answer
         if answer is None:
+            assert failure is not None          # there is a worker, and it gave one or the other
             raise failure
         return answer
 

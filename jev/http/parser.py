@@ -101,6 +101,12 @@ class Parser(HTTPRequestParser):
     Whatever is wrong becomes a ``refusal``, which answers the request. ``adj.refuse_head`` is a RefuseHead or None.
     """
 
+    headers: dict[str, str]
+    content_length: int
+    expect_continue: bool
+    completed: bool
+    body_bytes_received: int
+    body_rcv: ChunkedReceiver | FixedStreamReceiver | None
     command = path = query = request_uri = ""
     url_scheme = "http"
     refusal: Refusal | None = None
@@ -185,8 +191,8 @@ class Parser(HTTPRequestParser):
             self.fail(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
 
     def _receive_body(self, data: bytes) -> int:
-        body = self.body_rcv
-        consumed = body.received(data)
+        body: Any = self.body_rcv
+        consumed: int = body.received(data)
         self.body_bytes_received += consumed
         if body.error:
             self.fail(body.error.code, body.error.body)
