@@ -104,7 +104,11 @@ def _serve(args: argparse.Namespace) -> int:
     say(f"queue: {settings.queue} requests; forward passes of up to {engine.max_rows} rows")
     say(f"ready after {time.perf_counter() - started:.1f} s; listening on {server.url}")
     say(f"try: {_curl(server.url, settings.api_key is not None)}")
-    if not server.run():
+    answered = server.run()
+    if engine.lost:
+        say(f"jev: {engine.lost}")
+        logs.leave(1)           # for a supervisor to start a new one; nothing of the device can be closed
+    if not answered:
         say("stopped before every request was answered")
         logs.leave(1)           # a forward pass is still under way, and the device must not be closed under it
     engine.close()

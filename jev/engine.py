@@ -21,7 +21,7 @@ from jev.checkpoint.manifest import MANIFEST_FILE
 from jev.checkpoint.opening import Export
 from jev.contract import ContractError
 from jev.model import finite
-from jev.model.backbone import Backbone, BackendError
+from jev.model.backbone import Backbone, BackendError, BackendLost
 from jev.model.sequences import Sequences
 from jev.processor import Processor
 from jev.scheduler import MIB, Cancelled, InferenceError, Place, QueueFull, Refused, RequestTooLarge, Scheduler, ShuttingDown
@@ -51,8 +51,12 @@ class Engine:
     cannot.
 
     When the constructor returns, a real inference has run (``ready``). ``close`` waits for a running forward and closes the
-    backbone.
+    backbone. ``lost`` is why no further forward can succeed in this process, or None; ``on_lost()`` is called when that
+    happens. Whoever waits then is answered with InferenceError.
     """
+
+    lost: BackendLost | None = None
+    on_lost: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, export: Export, backbone: Backbone, settings: Settings) -> None:
         self.export = export
@@ -157,7 +161,11 @@ class Engine:
         self.backbone.close()
 
     def _infer(self, sequences: Sequences) -> np.ndarray:
-        hidden, _ = self.backbone.hidden(sequences)
+        try:
+            hidden, _ = self.backbone.hidden(sequences)
+        except BackendLost as error:
+            self.lost = self.lost or error
+            raise
         scores = self.export.head.score(hidden)
         self.ready = True
         return scores
@@ -173,6 +181,9 @@ class Engine:
     def _probe(self) -> None:
         """After a failed forward: does the backbone still work? No other forward runs meanwhile."""
         self.ready = False
+        if self.lost:
+            self.on_lost()
+            return
         try:
             scores = self._infer(self._warm_up)
             self.ready = bool(np.isfinite(scores).all())

@@ -217,6 +217,8 @@ def url(sock: socket.socket) -> str:
 class Drained(Protocol):
     """What stands behind an application: an Engine, or the gateway's Workers."""
 
+    on_lost: Callable[[], None]         # called when it can answer nothing more
+
     @property
     def pending(self) -> int:
         """Requests that were admitted and are not answered yet."""
@@ -270,6 +272,7 @@ class Server:
         self._waitress = _Waitress(
             app, self._map, True, sock, dispatcher=self._threads, adj=adjustments, bind_socket=False,
             sockinfo=(sock.family, sock.type, sock.proto, sock.getsockname()))
+        engine.on_lost = self._end
 
     def stop(self) -> None:
         """Begin to drain; a second call gives up on what is still running. For any thread and for signal handlers."""
@@ -278,8 +281,14 @@ class Server:
         self._threads.loop.rest()                    # what arrives from now on finds the engine draining
         self._reasons.put(None)
 
+    def _end(self) -> None:
+        """Drain, unless that has begun: no forward can succeed any more, so it is soon over."""
+        if not self._stopping:
+            self.stop()
+
     def run(self) -> bool:
-        """Serve until stopped. True when everything admitted was answered, whether or not its client took it."""
+        """Serve until stopped, or until the engine is lost. True when everything admitted was answered, whether or not its
+        client took it."""
         try:
             self._threads.loop.begin()
             reason = self._reason()

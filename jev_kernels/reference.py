@@ -17,7 +17,7 @@ from jev_kernels import bf16
 from jev_kernels.pool import CHUNK
 
 L2_EPS = 1e-6          # of the q and k normalisation inside the gated delta rule
-TURN = 4               # columns of the MLP's gate, then as many of its up, and so on: see ``gate_and_up``
+INTERLEAVE = 4         # columns of the MLP's gate, then as many of its up, and so on: see ``gate_and_up``
 
 
 def exact(x: np.ndarray) -> np.ndarray:
@@ -68,9 +68,9 @@ def add_rms_norm(residual, delta, weight, eps: float, r=exact) -> tuple[np.ndarr
 
 
 def gate_and_up(gate_up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(g, u) [T, I] of rows [T, 2I] that hold TURN values of g, as many of u, and so on in turn."""
-    turns = gate_up.reshape(len(gate_up), -1, 2, TURN)
-    return turns[:, :, 0].reshape(len(gate_up), -1), turns[:, :, 1].reshape(len(gate_up), -1)
+    """(g, u) [T, I] of rows [T, 2I] that hold INTERLEAVE values of g, as many of u, and so on."""
+    pairs = gate_up.reshape(len(gate_up), -1, 2, INTERLEAVE)
+    return pairs[:, :, 0].reshape(len(gate_up), -1), pairs[:, :, 1].reshape(len(gate_up), -1)
 
 
 def silu_mul(gate_up: np.ndarray, r=exact) -> np.ndarray:
@@ -180,7 +180,7 @@ def gated_delta_rule_chunked(q, k, v, g, beta, pool, r=exact) -> np.ndarray:
     With c = cumsum(g) in a block, A the strict lower triangle of beta_i (k_i k_j) exp(c_i - c_j), T = (I + A)^-1:
     V' = T beta (v - exp(c) k S);  o = exp(c) q S + tril((q k^T) exp(c_i - c_j)) V';
     S' = exp(c_last) S + k^T (exp(c_last - c) V'). Every product has one shape whatever the number of rows, so a row's
-    bits do not depend on its company.
+    bits are batch-invariant.
     """
     heads, dv, dk = v.shape[1], v.shape[2], k.shape[2]
     q, k = _normalised(q, k, heads)

@@ -25,9 +25,10 @@ for name in [name for name in os.environ if name.startswith(("OPEN_JEV_", "OMNI_
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache folder of this run's own: nothing is read from the user's, and nothing left in it."""
+    """A cache folder of this run's own: nothing is read from the user's, and nothing left in it. JEV_TEST_CACHE names one
+    to share instead, between the processes of a run on a GPU, each of which would compile all kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", os.environ.get("JEV_TEST_CACHE") or str(tmp_path_factory.mktemp("cache")))
         yield
 
 

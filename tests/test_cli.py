@@ -267,6 +267,14 @@ def test_score_carries_on_after_an_inference_failure(fake, capsys, tmp_path):
     assert all(r["answers"] for r in found[1:]) and len(found) == 4
 
 
+def test_score_ends_with_a_lost_gpu(fake, capsys, tmp_path):
+    (tmp_path / "r.jsonl").write_bytes(b"\n".join(GOOD[:4]))
+    fake.fail = lambda sequences: jev.model.backbone.BackendLost("the GPU is lost") if len(fake.forwards) > 2 else None
+    assert cli.main(["score", str(tmp_path / "r.jsonl"), "--together", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2 and "jev: the GPU is lost" in err
+
+
 def test_score_of_nothing_and_of_a_missing_file(fake, capsys, tmp_path):
     (tmp_path / "empty").write_bytes(b"\n\n")
     assert cli.main(["score", str(tmp_path / "empty")]) == 1

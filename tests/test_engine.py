@@ -18,7 +18,7 @@ import jev.engine
 from jev.checkpoint.manifest import MANIFEST_FILE
 from jev.contract import parse_request
 from jev.engine import WARM_UP, ContractError, Engine, InferenceError, QueueFull, RequestTooLarge, ShuttingDown
-from jev.model.backbone import BackendError
+from jev.model.backbone import BackendError, BackendLost
 from jev.model.numpy_backbone import NumpyBackbone
 from jev.model.row_pool import count_rows
 from jev.settings import Settings
@@ -154,6 +154,18 @@ def test_a_backend_that_stays_broken_is_not_ready_until_it_works_again(start):
     backbone.fail = lambda sequences: None
     engine.answer(body(THREE))
     assert engine.health()["status"] == "ready"
+
+
+def test_a_lost_backend_is_not_asked_again_and_its_owner_is_told(start):
+    backbone, told = FakeBackbone(), []
+    engine = start(backbone)
+    engine.on_lost = lambda: told.append(engine.lost)
+    failure = BackendLost("the GPU is lost to this process")
+    backbone.fail = lambda sequences: failure
+    with pytest.raises(InferenceError, match="^model inference failed$"):
+        engine.answer(body(THREE))
+    eventually(lambda: told == [failure])
+    assert len(backbone.forwards) == 2 and engine.health()["status"] == "failing"
 
 
 def test_a_forward_that_hangs_shows_in_health(start, monkeypatch):

@@ -506,6 +506,23 @@ def test_it_says_what_it_serves_and_where(start):
     assert (line["path"], line["status"], line["candidates"]) == ("/v1/systemone", 200, 1)
 
 
+def test_a_lost_gpu_is_answered_500_and_then_ends_the_process(start, pool):
+    """The second forward after the warm-up and all later ones fail, as they do on a GPU whose kernel has trapped."""
+    lost = ("from jev.model.backbone import BackendLost; from threading import Event; release = Event(); "
+            "hidden = FakeBackbone.hidden; "
+            "FakeBackbone.fails = lambda self, sequences: BackendLost('the GPU is lost: a wait') "
+            "if len(self.forwards) > 2 else None; "
+            "FakeBackbone.hidden = lambda self, s: setattr(self, 'fail', self.fails) or hidden(self, s)")
+    worker = start(before=lost, seconds=0.3)
+    assert ask(worker)[0] == 200
+    asked = [pool.submit(ask, worker) for _ in range(3)]
+    answers = [a.result(30) for a in asked]
+    assert [status for status, *_ in answers].count(500) >= 1
+    assert {status for status, *_ in answers} <= {500, 503}          # 503: it came when the worker was already leaving
+    assert worker.wait() == 1
+    assert "jev: the GPU is lost: a wait" in worker.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_with_nothing_in_flight_it_exits_within_a_second_whatever_is_open(start, number):
     """The best of five: on a crowded machine the process may not get a core for a second."""

@@ -17,7 +17,7 @@ ON_A_GPU = {"bench_forward": [], "bench_gemm": [], "bench_kernels": [], "bench_s
             "synthetic_worker": ["--tokenizer", "x"]}
 WITH_TORCH = {"attention_waits": [], "bench_attention": [], "bench_export": [], "bench_gdn": [], "gpu_parity": [],
               "make_export_fixtures": [], "make_parity_fixtures": []}
-ON_ANYTHING = {"bench_choice", "bench_gateway", "bench_host", "oldest", "soak", "try_package"}
+ON_ANYTHING = {"bench_choice", "bench_gateway", "bench_host", "golden_bits", "kernel_code", "oldest", "soak", "try_package"}
 
 # One process loads the libraries once and then is, in a copy for each, a Python that is given a tool. The copies find
 # neither torch nor a GPU. What they print is framed by the tool's name and exit status.

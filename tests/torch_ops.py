@@ -12,7 +12,7 @@ from jev.checkpoint.config import ModelConfig
 from jev.model.row_pool import RowPool
 from jev.model.weights import attention_columns, gdn_columns
 from jev_kernels.pool import CHUNK
-from jev_kernels.reference import L2_EPS, TURN
+from jev_kernels.reference import INTERLEAVE, L2_EPS
 
 
 def tensor(x, device) -> torch.Tensor:
@@ -24,7 +24,7 @@ def tensor(x, device) -> torch.Tensor:
 
 def gate_and_up(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
     """[g, u] of a tensor that takes turns of both along ``dim``, as ``jev_kernels.reference.gate_and_up``."""
-    return [part.flatten(dim, dim + 1) for part in x.unflatten(dim, (-1, 2, TURN)).unbind(dim + 1)]
+    return [part.flatten(dim, dim + 1) for part in x.unflatten(dim, (-1, 2, INTERLEAVE)).unbind(dim + 1)]
 
 
 class TorchOps:

@@ -47,7 +47,7 @@ def watched(cluster: int, milliseconds: float):
     notes = torch.zeros(4 * (MOST + 1), dtype=torch.int32, device="cuda")
     text = WAIT.format(notes=notes.data_ptr(), cluster=cluster, patience=int(milliseconds * 1e6), most=MOST)
     cubin.ENABLED = False                             # files of kernels do not know of this
-    hopper_attention.mbar_wait = ptx("mbar_wait", void, (i32, i32), text, "r,r")
+    hopper_attention.mbar_wait = hopper_attention.mbar_wait_covered = ptx("mbar_wait", void, (i32, i32), text, "r,r")
     hopper_attention.make_kernel.cache_clear()
     return notes
 

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jev_kernels.gdn import (
     hopper as hopper_gdn,  # noqa: E402
-    portable as gdn,  # noqa: E402
 )
 from jev_kernels.pool import RUNS  # noqa: E402
+from jev_kernels.runtime import device  # noqa: E402
 from tools.tool import Needed  # noqa: E402
 
 with Needed() as needed:
@@ -98,7 +98,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--json", help="also write everything here")
     options_ = needed.parse(parser, arguments, gpu=True)
     heads = HEADS[options_.model]
-    hopper = gdn.on_hopper()
+    hopper = device.on_hopper()
     print(f"{torch.cuda.get_device_name()}, {heads[0]} key heads, {heads[1]} value heads; us a call")
     titles = (("case", 28), ("rows", 5), ("chunks", 6), ("both", 7), ("prepare", 7), ("scan", 7), ("portable", 8),
               ("FLA", 7))

@@ -20,8 +20,8 @@ from numba.cuda import types
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jev_kernels.gemm.cublaslt import Key  # noqa: E402
 from jev_kernels.gemm.narrow import MAX_ROWS  # noqa: E402
+from jev_kernels.gemm.problem import Key  # noqa: E402
 from jev_kernels.gemm.selection import OWN, WIDE, Gemm  # noqa: E402
 from jev_kernels.gemm.trials import RANDOM  # noqa: E402
 from jev_kernels.ptx import pdl_launch, pdl_wait, ptx  # noqa: E402

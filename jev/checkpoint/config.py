@@ -9,7 +9,7 @@ from typing import Any
 from jev.checkpoint.checked_json import CheckpointError, Fields
 from jev.checkpoint.config_fields import refuse_unimplemented
 from jev.checkpoint.pinned import Pinned
-from jev_kernels.reference import TURN
+from jev_kernels.reference import INTERLEAVE
 
 CONFIG_FILE = "config.json"
 LAYER_KINDS = ("linear_attention", "full_attention")
@@ -85,8 +85,8 @@ class ModelConfig:
             linear_value_head_dim=f.integer("linear_value_head_dim"),
             conv_kernel=f.integer("linear_conv_kernel_dim"), vocab_size=f.integer("vocab_size"),
             rms_norm_eps=f.number("rms_norm_eps"), rope_theta=rope.number("rope_theta"))
-        if config.intermediate_size % TURN:
-            raise f.refuse("intermediate_size", f"{config.intermediate_size} is not a multiple of {TURN}")
+        if config.intermediate_size % INTERLEAVE:
+            raise f.refuse("intermediate_size", f"{config.intermediate_size} is not a multiple of {INTERLEAVE}")
         if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
             raise rope.refuse("partial_rotary_factor", f"turns {rotary_dim} of {head_dim} dimensions")
         for heads, groups in (("num_attention_heads", "num_key_value_heads"),

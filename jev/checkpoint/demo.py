@@ -21,6 +21,7 @@ from jev.checkpoint.config import ModelConfig
 from jev.checkpoint.manifest import MANIFEST_FILE, Manifest
 from jev.checkpoint.pinned import DEMO
 from jev.export.writer import write_export
+from jev.processor import QWEN3_5_SPLIT
 from jev_kernels import bf16
 
 CHAT_PREFIX = "<|im_start|>user\n"
@@ -34,8 +35,6 @@ MAX_LENGTH = 4096
 
 # How Qwen3.5's tokenizer cuts text before merging bytes: contractions, words with their marks, digits one by one,
 # punctuation, line ends, spaces.
-PRE_TOKENIZER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-                 r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -106,7 +105,7 @@ def demo_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PRE_TOKENIZER), "isolated"),
+        pre_tokenizers.Split(Regex(QWEN3_5_SPLIT), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - 64, min_frequency=1, show_progress=False,

@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
                         _write(json.dumps(result, ensure_ascii=False))
                 done += 1
                 progress.update()
+                if engine.lost:
+                    raise engine.lost
     finally:
         stop.set()
         pool.shutdown(wait=False, cancel_futures=True)

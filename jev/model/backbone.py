@@ -16,6 +16,10 @@ class BackendError(JevError, RuntimeError):
     """A backend cannot be used, or a forward pass failed; the message says what is needed or what happened."""
 
 
+class BackendLost(BackendError):
+    """The backend is lost to this process for good; only a new process can use it. What asked for it ends."""
+
+
 class Bound(NamedTuple):
     """What ``forward`` takes for one pass over a pool, and the pool itself, each last row of it once and ascending."""
     ops: Ops

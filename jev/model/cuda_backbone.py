@@ -18,7 +18,7 @@ from tqdm import tqdm
 from jev.checkpoint.config import ModelConfig
 from jev.checkpoint.opening import Export
 from jev.model import row_pool, weights
-from jev.model.backbone import BackendError, Bound
+from jev.model.backbone import BackendError, BackendLost, Bound
 from jev.model.buckets import Bucket, choose, row_counts
 from jev.model.forward import forward
 from jev.model.ops.cuda import CudaOps
@@ -29,6 +29,7 @@ from jev.model.weights import Model, Spec
 from jev_kernels.gemm.selection import Gemm
 from jev_kernels.runtime import device, disk, graph as graphs
 from jev_kernels.runtime.device import Device
+from jev_kernels.runtime.errors import DeviceLost
 from jev_kernels.runtime.launch import address
 
 MAX_ROWS = 10240            # rows of a forward, unless one prompt may be longer: a state of 4,096 tokens and 255 options
@@ -42,6 +43,8 @@ def reported(what: str) -> Iterator[None]:
         yield
     except (BackendError, ValueError):        # said already; wrong arguments
         raise
+    except DeviceLost as e:
+        raise BackendLost(f"{what}: {e}") from e
     except Exception as e:                    # of the driver, Numba or cuBLASLt, which have no class in common
         kind = "" if isinstance(e, RuntimeError) else f"{type(e).__name__}: "
         raise BackendError(f"{what}: {kind}{e}") from e

@@ -6,7 +6,7 @@ output, and come in this order:
 ==================  ===============================================================================================
 ``in_proj``, linear attention   q | k | v (the convolution's input) | z | b | a | zeros
 ``in_proj``, full attention     q of all heads | gate of all heads | k | v
-``gate_up``                     four of gate, four of up, in turn
+``gate_up``                     four of gate, four of up, interleaved
 ==================  ===============================================================================================
 
 ``q_proj`` interleaves 256 query and 256 gate rows per head; taking its rows apart here, once, makes "splitting off the
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jev.checkpoint.config import ModelConfig
-from jev_kernels.reference import TURN
+from jev_kernels.reference import INTERLEAVE
 
 Tensors = Mapping[str, np.ndarray]                   # BF16 (uint16) by the checkpoint's names, their prefix stripped
 
@@ -33,14 +33,14 @@ GATED = ("gate_up",)                                 # ... and ``Ops.swiglu``
 
 class Spec(NamedTuple):
     """One matrix or vector of the model. pieces(tensors): BF16 (uint16) views whose rows fill ``shape``: one piece after
-    the other, or ``turn`` rows of each in turn.
+    the other, or interleaved by so many rows of each.
 
     name: a field of ``Layer`` or ``Model``. layer, kind: the number of its layer and what mixes there; None outside layers.
     """
     name: str
     shape: tuple[int, ...]
     pieces: Callable[[Tensors], list[np.ndarray]]
-    turn: int = 0
+    interleave: int = 0
     layer: int | None = None
     kind: str | None = None
 
@@ -56,8 +56,8 @@ class Spec(NamedTuple):
     def stacked(self, tensors: Tensors) -> np.ndarray:
         """The whole, BF16 (uint16). A single piece stays what it is: part of a mapped file, perhaps."""
         pieces = self.rows(tensors)
-        if self.turn:
-            return np.stack([p.reshape(-1, self.turn, *self.shape[1:]) for p in pieces], 1).reshape(self.shape)
+        if self.interleave:
+            return np.stack([p.reshape(-1, self.interleave, *self.shape[1:]) for p in pieces], 1).reshape(self.shape)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
@@ -123,15 +123,16 @@ def specs(config: ModelConfig) -> list[Spec]:
         mixer = _attention_specs if kind == "full_attention" else _gdn_specs
         layer = [_vector("input_norm", at + "input_layernorm.weight", h), *mixer(config, at),
                  _vector("post_norm", at + "post_attention_layernorm.weight", h),
-                 _stack("gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter), turn=TURN),
+                 _stack("gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter),
+                        interleave=INTERLEAVE),
                  _stack("down_proj", inter, (at + "mlp.down_proj.weight", h))]
         out += [spec._replace(layer=i, kind=kind) for spec in layer]
     return [*out, _vector("norm", "norm.weight", h)]
 
 
-def _stack(name: str, width: int, *tensors: tuple[str, int], turn: int = 0) -> Spec:
+def _stack(name: str, width: int, *tensors: tuple[str, int], interleave: int = 0) -> Spec:
     """A matrix of whole tensors, each given with its number of rows."""
-    return Spec(name, (sum(n for _, n in tensors), width), lambda t: [t[tensor] for tensor, _ in tensors], turn)
+    return Spec(name, (sum(n for _, n in tensors), width), lambda t: [t[tensor] for tensor, _ in tensors], interleave)
 
 
 def _vector(name: str, tensor: str, size: int) -> Spec:

@@ -22,10 +22,9 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from jev_kernels.ptx.device import LL, f32, i32, prefetch_tensormap, ptx, tma_load, tma_multicast, u64, void  # noqa: F401
-from jev_kernels.runtime.tensor_maps import encode, place  # noqa: F401
 
 D = 256                     # head dim
-SLABS = D // 64             # a 128B-swizzled shared tile is a row of slabs [rows][64 columns = 128 bytes]
+PANELS = D // 64            # a 128B-swizzled shared tile is a row of panels [rows][64 columns = 128 bytes]
 WG_ROWS = 64                # query rows of a warpgroup
 F32, I32 = LL[f32], LL[i32]
 
@@ -113,90 +112,20 @@ def _over_quad(b, op, x):
     return x
 
 
-def make_steps(BN: int, scale_log2: float):
-    """The steps for key tiles of BN rows; scores are multiplied by scale_log2 and exponentials are powers of two."""
+def make_steps(BN: int, scale_log2: float) -> dict:
+    """The steps between products, for key tiles of BN rows; scores are multiplied by scale_log2 and exponentials are powers of
+    two."""
     NS, NO, NP = BN // 2, D // 2, BN // 4
     S, O, P, R, G = (types.UniTuple(f32, NS), types.UniTuple(f32, NO), types.UniTuple(i32, NP), types.UniTuple(f32, 6),
                      types.UniTuple(i32, NO // 4))
     I2 = types.UniTuple(f32, 2)
     PAIRS = range(D // 32), range(D // 32, D // 16)  # of 16 columns, in each half
-    slab = BN * 128                                  # bytes of a slab of a K or V tile
-
-    def struct(n):
-        return ir.LiteralStructType([F32] * n)
-
-    # Shared-memory matrix descriptors, 128B swizzle (mode 1 << 30 of the high word):
-    #   K-major (Q, K; 64 of the head dim a slab): 8-row groups 1024 bytes apart, a k16 step is +32 bytes.
-    #   N-major (V; N = head dim): 64-wide slabs LBO apart, 8-key groups SBO = 1024 apart, a k16 step +2048.
-    high_word = 64 | 1 << 30
-
-    def descriptor(b, address, lbo=1):
-        # In a cluster the address carries the CTA's rank in its upper bits: keep 18 bits, or LBO is spoilt.
-        return b.or_(b.lshr(b.and_(address, _int(0x3FFFF)), _int(4)), _int(lbo << 16))
-
-    lines = [f"{{ .reg .pred p; .reg .b32 t, h; .reg .b64 a, b; mov.u32 h, {high_word}; setp.ne.u32 p, 0, 0;"
-             " wgmma.fence.sync.aligned;"]
-    d = ", ".join(f"${i}" for i in range(NS))
-    for k in range(D // 16):
-        lines.append(f"add.s32 t, ${NS}, {(k // 4 * WG_ROWS * 128 + k % 4 * 32) >> 4}; mov.b64 a, {{t, h}};"
-                     f" add.s32 t, ${NS + 1}, {(k // 4 * slab + k % 4 * 32) >> 4}; mov.b64 b, {{t, h}};"
-                     f" wgmma.mma_async.sync.aligned.m64n{BN}k16.f32.bf16.bf16 {{{d}}}, a, b,"
-                     f" {'p' if k == 0 else 1}, 1, 1, 0, 0;")
-    qk_text = "\n".join(lines + ["wgmma.commit_group.sync.aligned; }"])
-
-    lines = [f"{{ .reg .b32 t, h; .reg .b64 b; mov.u32 h, {high_word}; wgmma.fence.sync.aligned;"]
-    d = ", ".join(f"${i}" for i in range(NO))
-    for k in range(BN // 16):
-        a = ", ".join(f"${NO + 4 * k + i}" for i in range(4))
-        lines.append(f"add.s32 t, ${NO + NP}, {(k * 2048) >> 4}; mov.b64 b, {{t, h}};"
-                     f" wgmma.mma_async.sync.aligned.m64n{D}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, b, 1, 1, 1, 1;")
-    pv_text = "\n".join(lines + ["wgmma.commit_group.sync.aligned; }"])
-
-    @intrinsic
-    def zero(typingctx):
-        def codegen(context, b, sig, args):
-            return context.make_tuple(b, O, [_float(0.0)] * NO)
-        return O(), codegen
 
     @intrinsic
     def first_state(typingctx):
         def codegen(context, b, sig, args):
             return context.make_tuple(b, R, [_float(-math.inf)] * 2 + [_float(0.0)] * 4)
         return R(), codegen
-
-    @intrinsic
-    def qk(typingctx, q_at, k_at):
-        """Start S = Q K^T; the result is there after a wait."""
-        def codegen(context, b, sig, args):
-            r = _asm(b, struct(NS), qk_text, ",".join(["=f"] * NS) + ",r,r,~{memory}",
-                     [descriptor(b, args[0]), descriptor(b, args[1])], True)
-            return context.make_tuple(b, S, _unpack(b, r))
-        return S(i32, i32), codegen
-
-    @intrinsic
-    def pv(typingctx, o, p, v_at):
-        """Start O += P V, P from registers."""
-        def codegen(context, b, sig, args):
-            # order of operands: outputs, then P, then the descriptor, then the tied inputs
-            constraints = ["=f"] * NO + ["r"] * NP + ["r"] + [str(i) for i in range(NO)] + ["~{memory}"]
-            r = _asm(b, struct(NO), pv_text, ",".join(constraints),
-                     _unpack(b, args[1]) + [descriptor(b, args[2], slab >> 4)] + _unpack(b, args[0]), True)
-            return context.make_tuple(b, O, _unpack(b, r))
-        return O(O, P, i32), codegen
-
-    def waiter(tile, n, pending, *extra):
-        """wait_group as a function of the tile, so that no use of it moves above the wait; `extra` tuples are
-        just kept alive (P, which wgmma still reads) or finished before it (exponentials, gates)."""
-        def codegen(context, b, sig, args):
-            more = [x for a in args[1:] for x in _unpack(b, a)]
-            kinds = [{f32: "f", i32: "r"}[t.dtype] for t in extra for _ in range(t.count)]
-            r = _asm(b, struct(n), f"wgmma.wait_group.sync.aligned {pending};",
-                     ",".join(["=f"] * n + kinds + [str(i) for i in range(n)] + ["~{memory}"]),
-                     more + _unpack(b, args[0]), True)
-            return context.make_tuple(b, tile, _unpack(b, r))
-        scope = {"sig": tile(tile, *extra), "codegen": codegen}
-        exec("def wait(typingctx, t%s): return sig, codegen" % "".join(f", e{i}" for i in range(len(extra))), scope)
-        return intrinsic(scope["wait"])
 
     @intrinsic
     def mask(typingctx, s, limit, limit8):
@@ -251,7 +180,7 @@ def make_steps(BN: int, scale_log2: float):
         return O(O, R), codegen
 
     def chunk(b, at, row7, half, pair):
-        """This lane's address for the pair'th 16 columns of a swizzled [64 rows][4 slabs of 64] tile."""
+        """This lane's address for the pair'th 16 columns of a swizzled [64 rows][4 panels of 64] tile."""
         spot = b.xor(b.or_(_int(pair % 4 * 2), half), row7)
         return b.add(at, b.add(b.shl(spot, _int(4)), _int(pair // 4 * WG_ROWS * 128)))
 
@@ -311,8 +240,6 @@ def make_steps(BN: int, scale_log2: float):
             return void(O, I2, i32, i32, i32, G), codegen
         return gated_finish
 
-    return {"zero": zero, "first_state": first_state, "qk": qk, "pv": pv, "mask": mask, "softmax": softmax,
-            "pack": pack, "rescale": rescale, "inverses": inverses, "finish": finish,
-            "sigmoids": (sigmoids_of(0), sigmoids_of(1)), "gated_finish": (gated_finish_of(0), gated_finish_of(1)),
-            "s_wait": waiter(S, NS, 0), "s_wait_but_one": waiter(S, NS, 1), "o_wait": waiter(O, NO, 0, P, S),
-            "o_wait_last": waiter(O, NO, 0, P), "o_wait_gated": waiter(O, NO, 0, P, G)}
+    return {"first_state": first_state, "mask": mask, "softmax": softmax, "pack": pack, "rescale": rescale,
+            "inverses": inverses, "finish": finish, "sigmoids": (sigmoids_of(0), sigmoids_of(1)),
+            "gated_finish": (gated_finish_of(0), gated_finish_of(1))}

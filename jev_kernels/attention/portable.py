@@ -65,7 +65,7 @@ from jev_kernels.ptx import (
     u64,
     void,
 )
-from jev_kernels.runtime import cubin
+from jev_kernels.runtime import cubin, device
 from jev_kernels.runtime.launch import Kernel, View, aligned, live, view
 
 D = 256                          # head dim
@@ -361,7 +361,7 @@ class Plan:
     def __init__(self, q, k, v, gate, out, counts, tiles, paths, hopper: bool | None = None):
         operands = check_operands(q, k, v, gate, out, counts, tiles, paths)
         self._keep = q, k, v, gate, out, counts, tiles, paths
-        if on_hopper() if hopper is None else hopper:
+        if device.on_hopper() if hopper is None else hopper:
             from jev_kernels.attention.hopper import HopperPlan
             self.bound = HopperPlan(operands)
         else:
@@ -369,11 +369,6 @@ class Plan:
 
     def __call__(self, stream, pdl: bool = False) -> None:
         self.bound(stream, pdl=pdl)
-
-
-def on_hopper() -> bool:
-    """Whether the current device has wgmma, TMA and clusters: compute capability 9.0, and no simulator."""
-    return not config.ENABLE_CUDASIM and tuple(cuda.get_current_device().compute_capability) == (9, 0)
 
 
 def gated_attention(stream, q, k, v, gate, out, counts, tiles, paths, pdl: bool = False) -> None:

@@ -1,16 +1,16 @@
 """cuBLASLt on Numba device arrays: y = r(x W^T) in BF16 with float32 accumulation, one plan per algorithm.
 
-Which algorithms may run is not decided here: see ``gemm.py``.
+Which algorithms may run is not decided here: see ``selection.py``.
 
 Source: cuBLASLt's manual; the binding is NVIDIA's ``nvmath.bindings.cublasLt``.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
+from jev_kernels.gemm.problem import Key, layout
 from jev_kernels.runtime import device
 from jev_kernels.runtime.device import DeviceError
 from jev_kernels.runtime.launch import address, stream_address
@@ -33,18 +33,6 @@ class Algorithm:
         if prefix != "lt" or len(words) != 8:
             raise ValueError(f"not an algorithm: {text!r}")
         return cls(tuple(int(w, 16) for w in words))
-
-
-class Key(NamedTuple):
-    """A product y [m, n] = x [m, k] W [n, k]^T and how many elements apart rows are. gated: with the activation behind
-    it, silu(gate) * up of y's columns."""
-    m: int
-    n: int
-    k: int
-    ldx: int
-    ldw: int
-    ldy: int
-    gated: bool = False
 
 
 class CublasLt:
@@ -137,6 +125,8 @@ class CublasLt:
 class BlasPlan:
     """y[:rows] = r(x[:rows] W^T) by one cuBLASLt algorithm, bound to its arrays. ``plan(stream)`` launches it.
 
+    x [>= rows, K], weight [N, K], y [>= rows, N], as ``problem.layout`` checks them.
+
     ``pdl`` is accepted and without effect: cuBLASLt's kernels start when the previous one has finished.
     """
 
@@ -153,28 +143,3 @@ class BlasPlan:
 
     def __call__(self, stream, pdl: bool = False) -> None:
         self.blas.lt.matmul(*self._arguments, stream_address(stream))
-
-
-def check_rows(name: str, array) -> None:
-    """ValueError unless ``array`` is BF16 [rows, columns], columns side by side, rows at multiples of 16 bytes."""
-    if array.dtype != np.uint16 or array.ndim != 2:
-        raise ValueError(f"{name}: BF16 held in uint16 [rows, columns] expected, got {array.dtype} {array.shape}")
-    if array.strides[1] != 2 or array.strides[0] < 2 * array.shape[1]:
-        raise ValueError(f"{name}: columns must be contiguous and rows must not overlap, strides {array.strides}")
-    if array.strides[0] % 16 or address(array) % 16:
-        raise ValueError(f"{name}: rows must start at multiples of 16 bytes")
-
-
-def layout(x, weight, y, rows: int) -> tuple[Key, int]:
-    """(the key, alignment in bytes that all three arrays have). ValueError names what does not fit."""
-    for name, array in (("x", x), ("weight", weight), ("y", y)):
-        check_rows(name, array)
-    (n, k) = weight.shape
-    if x.shape[1] != k:
-        raise ValueError(f"x: {x.shape[1]} columns, the weight [{n}, {k}] takes {k}")
-    if y.shape[1] != n:
-        raise ValueError(f"y: {y.shape[1]} columns, the weight [{n}, {k}] gives {n}")
-    if not 1 <= rows <= min(x.shape[0], y.shape[0]):
-        raise ValueError(f"rows: {rows} of x {x.shape} and y {y.shape}")
-    alignment = 256 if all(address(a) % 256 == 0 for a in (x, weight, y)) else 16
-    return Key(rows, n, k, x.strides[0] // 2, weight.strides[0] // 2, y.strides[0] // 2), alignment

@@ -2,21 +2,21 @@
 
     x [M <= 128, K] tokens, rows ``ldx`` apart      W [N, K] weights, contiguous      y [M, N], rows ``ldy`` apart
 
-Or, gated, the MLP's activation of that product, y [M, N / 2]: see ``hopper_gemm_gated.py``.
+Or, gated, the MLP's activation of that product, y [M, N / 2]: see ``activation.py``.
 
-The job is to stream W from device memory once, at full speed. A block owns a slab of weight rows over ALL of K (no
+The job is to stream W from device memory once, at full speed. A block owns a tile of weight rows over ALL of K (no
 split-K): every output is one running float32 sum in increasing k, 16 at a time. Measured, and checked again wherever
-it is used (``gemm.py``): the bits are those of cuBLASLt's non-split kernels, and do not depend on M or on the slab.
+it is used (``selection.py``): the bits are those of cuBLASLt's non-split kernels, and do not depend on M or on the tile.
 
   - Tokens sit on wgmma's M side, 64 a warpgroup; weight rows on its N side (any multiple of 8), so N can be cut into
-    one slab per multiprocessor. Both operands are read from shared memory.
+    one tile per multiprocessor. Both operands are read from shared memory.
   - One extra warp is the producer: its lane 0 issues TMA copies of 64-wide K slices (128 bytes a row = one line of the
     128-byte swizzle that wgmma reads) of W and x into a ring of shared-memory stages.
   - x has to reach every multiprocessor, and for small N that costs more than W itself: a 128 x 40 tile takes in 168
     rows per slice, a 64 x 80 tile only 144. ``split`` kernels use the latter: a pair of blocks (a cluster) halves the
-    tokens and shares a slab, each loading half of it and multicasting it to both.
-  - Programmatic dependent launch: the ring's first lap of W (27 MB over all blocks, 6 us of memory time) is fetched
-    before the wait for the previous kernel. Sending half a lap to two laps more to the L2 cache at that point made a
+    tokens and shares a tile of weights, each loading half of it and multicasting it to both.
+  - Programmatic dependent launch: the first W of every stage (27 MB over all blocks, 6 us of memory time) is fetched
+    before the wait for the previous kernel. Sending half a ring to two rings more to the L2 cache at that point made a
     chain slower (217, 220, 222 us a layer against 215 without), so nothing more is prefetched.
 
 Ring protocol, per stage
@@ -32,20 +32,22 @@ Source: PTX ISA (wgmma, cp.async.bulk.tensor, mbarrier), CUDA driver API (tensor
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
-from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.extending import intrinsic
 
-from jev_kernels.gemm import activation as hopper_gemm_gated
+from jev_kernels.gemm import activation
 from jev_kernels.ptx import (
     cluster_sync,
     cta_rank,
+    device_function,
     evict_first,
     evict_last,
     f32,
     fence_async,
+    fragments,
+    generated,
     i32,
     mbar_arrive_at,
     mbar_expect,
@@ -56,117 +58,58 @@ from jev_kernels.ptx import (
     pdl_launch,
     pdl_wait,
     smem_addr,
+    stg_bf16x2_if,
     sts2,
     tma_load,
     tma_multicast,
     u64,
 )
+from jev_kernels.ptx.shared_layout import BARRIER, SWIZZLE_ATOM, SharedLayout, array, barriers, block_bytes
+from jev_kernels.ptx.wgmma import K_MAJOR, along_k, wgmma, wgmma_wait, zeros
 from jev_kernels.runtime import cubin, tensor_maps
 from jev_kernels.runtime.launch import Kernel, address
 
-MAX_ROWS = 128                          # tokens; above, see hopper_gemm_wide.py and cuBLASLt
-MAX_SLAB = 320                          # weight rows of a block: 160 accumulators a thread
+MAX_ROWS = 128                          # tokens; above, see wide.py and cuBLASLt
+MAX_TILE = 320                          # weight rows of a block: 160 accumulators a thread
 SMEM_LIMIT = 227 * 1024
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+ROW_BYTES = 128                         # of a slice: 64 of k, one line of the 128-byte swizzle
 
 
-# ---------------------------------------------------------------- wgmma on a tuple of accumulators
-def make_wgmma(bn, slices, a_step, b_step):
-    """(zero, mma, drain, store) for a 64 x bn float32 tile held as a UniTuple of bn/2 registers.
+# ---------------------------------------------------------------- the tile of accumulators
+def make_product(columns: int, slices: int, a_slice: int, b_slice: int):
+    """(zero, mma, drain) for a float32 tile [64, columns] of a warpgroup, a tuple.
 
-    One ``mma`` covers a stage: ``slices`` K slices of 64, ``a_step``/``b_step`` bytes apart in shared memory.
-    wgmma's n goes up to 256, so a wider tile is issued as two instructions side by side.
+    zero(): zeros. mma(tile, a_at, b_at): starts the product over a stage, ``slices`` K slices of 64 that are a_slice and
+    b_slice bytes apart, and waits for the product before it: this one runs while the next stage's bytes are awaited.
+    drain(tile): waits for the last one.
     """
-    pieces = [bn] if bn <= 256 else [bn - 128, 128]
-    regs = bn // 2
-    acc = types.UniTuple(types.float32, regs)
-    struct = ir.LiteralStructType([F32] * regs)
-    tied = ",".join(str(i) for i in range(regs))        # input i lives in the register of output i
-    outs = ",".join(["=f"] * regs)
+    registers = columns // 2
+    steps = along_k(columns, slices, a_slice, b_slice)
+    return (zeros("zero", registers), wgmma("mma", "bf16", registers, K_MAJOR, K_MAJOR, steps, wait=1),
+            wgmma_wait("drain", 0, (registers,)))
 
-    # Shared-memory matrix descriptor, K-major with 128-byte swizzle:
-    #   low word:  start address / 16 | LBO << 16 (ignored here, 1)
-    #   high word: SBO = 1024 / 16 (8 rows x 128 bytes) | swizzle mode 1 << 30
-    # A 64-wide slice is 4 x k16, and a k16 step inside the swizzled tile is +32 bytes = +2.
-    body = ["{ .reg .pred p; .reg .b32 t, h; .reg .b64 a, b;"
-            f" setp.eq.u32 p, 0, 0; mov.u32 h, {64 | 1 << 30}; wgmma.fence.sync.aligned;"]
-    for k in range(4 * slices):
-        a_off = k // 4 * (a_step >> 4) + k % 4 * 2
-        b_off = k // 4 * (b_step >> 4) + k % 4 * 2
-        body.append(f"add.s32 t, ${regs}, {a_off}; mov.b64 a, {{t, h}};")
-        first = 0
-        for n in pieces:
-            d = ", ".join(f"${i}" for i in range(first // 2, (first + n) // 2))
-            body.append(f"add.s32 t, ${regs + 1}, {b_off + first * 8}; mov.b64 b, {{t, h}};"
-                        f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{d}}}, a, b, p, 1, 1, 0, 0;")
-            first += n
-    # Wait for the PREVIOUS stage only: this one keeps running while we wait for the next one's bytes.
-    body.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 1; }")
-    mma_text = "\n".join(body)
 
-    def descriptor(builder, addr):
-        # In a cluster, block 1's shared addresses have high bits set: 14 bits of address are the descriptor's.
-        low = builder.and_(addr, ir.Constant(I32, 0x3FFFF))
-        return builder.or_(builder.lshr(low, ir.Constant(I32, 4)), ir.Constant(I32, 1 << 16))
+def make_store(columns: int):
+    """store(tile, low, high, low_columns, high_columns): r(tile) [64, columns] of a warpgroup into rows of y.
 
-    def unpack(builder, tup):
-        return [builder.extract_value(tup, i) for i in range(regs)]
-
-    def repack(context, builder, call):
-        return context.make_tuple(builder, acc, unpack(builder, call))
-
-    @intrinsic
-    def zero(typingctx):
-        def codegen(context, builder, sig, args):
-            return context.make_tuple(builder, acc, [ir.Constant(F32, 0.0)] * regs)
-        return acc(), codegen
-
-    @intrinsic
-    def mma(typingctx, d, a_addr, b_addr):
-        def codegen(context, builder, sig, args):
-            ops = [descriptor(builder, args[1]), descriptor(builder, args[2])] + unpack(builder, args[0])
-            fn = ir.FunctionType(struct, [o.type for o in ops])
-            asm = ir.InlineAsm(fn, mma_text, f"{outs},r,r,{tied},~{{memory}}", side_effect=True)
-            return repack(context, builder, builder.call(asm, ops))
-        return acc(acc, i32, i32), codegen
-
-    @intrinsic
-    def drain(typingctx, d):
-        """Wait for everything; takes and returns the tile so that no use can move above the wait."""
-        def codegen(context, builder, sig, args):
-            ops = unpack(builder, args[0])
-            fn = ir.FunctionType(struct, [F32] * regs)
-            asm = ir.InlineAsm(fn, "wgmma.wait_group.sync.aligned 0;", f"{outs},{tied},~{{memory}}",
-                               side_effect=True)
-            return repack(context, builder, builder.call(asm, ops))
-        return acc(acc), codegen
-
-    @intrinsic
-    def store(typingctx, d, lo, hi, lo_cols, hi_cols):
-        """Registers 4j, 4j+1 are row g, columns 8j+2t, 8j+2t+1 (at ``lo``); 4j+2, 4j+3 row g+8 (``hi``)."""
-        def codegen(context, builder, sig, args):
-            v = unpack(builder, args[0])
-            fn = ir.FunctionType(ir.VoidType(), [I64, I32, F32, F32])
-            for j in range(regs // 4):
-                asm = ir.InlineAsm(fn, "{ .reg .pred p; .reg .b32 v;"
-                                   f" setp.gt.s32 p, $1, {8 * j}; cvt.rn.bf16x2.f32 v, $3, $2;"
-                                   f" @p st.global.b32 [$0+{16 * j}], v; }}", "l,r,f,f,~{memory}",
-                                   side_effect=True)
-                builder.call(asm, [args[1], args[3], v[4 * j], v[4 * j + 1]])
-                builder.call(asm, [args[2], args[4], v[4 * j + 2], v[4 * j + 3]])
-            return context.get_dummy_value()
-        return types.void(acc, u64, u64, i32, i32), codegen
-
-    return zero, mma, drain, store
+    low, high: where this lane's first two results go, of its row and of that 8 further on; low_columns, high_columns: columns
+    of y from there on, 0 in rows that are not to be written.
+    """
+    lines = ["def store(tile, low, high, low_columns, high_columns):"]
+    for i in range(0, columns // 2, 2):
+        row, column = fragments.of_register(i)
+        side = "high" if row else "low"
+        lines.append(f"    stg_bf16x2_if({side} + u64({2 * column}), tile[{i}], tile[{i + 1}], {side}_columns, {column})")
+    return device_function(generated.function("\n".join(lines) + "\n", stg_bf16x2_if=stg_bf16x2_if, u64=u64))
 
 
 # ---------------------------------------------------------------- which kernel
 @dataclass(frozen=True)
 class Config:
-    """bn weight rows a slab, ``groups`` warpgroups of 64 tokens a block, ``stages`` ring slots of ``slices`` x 64 k,
-    ``cluster`` blocks a cluster. split: the cluster's blocks share one slab and divide the tokens (W is multicast);
-    otherwise each has its own slab and all tokens (x is multicast). gated: y is the MLP's activation of the product, half
-    as wide (``hopper_gemm_gated``)."""
+    """bn weight rows a tile, ``groups`` warpgroups of 64 tokens a block, ``stages`` of the ring of ``slices`` x 64 k each,
+    ``cluster`` blocks a cluster. split: the cluster's blocks share one tile of weights and divide the tokens (W is
+    multicast); otherwise each has its own weights and all tokens (x is multicast). gated: y is the MLP's activation of the
+    product, half as wide (``activation``)."""
     bn: int
     groups: int
     stages: int
@@ -186,13 +129,20 @@ class Config:
         return next(r for r in range(min(self.w_rows, 256) & ~7, 0, -8) if self.w_rows % r == 0)
 
     @property
-    def stage_bytes(self) -> int:
-        return self.slices * (self.groups * 64 + self.bn) * 128
+    def stage(self):
+        """A stage of the ring: slices of x, then of W, in rows of 128 bytes."""
+        return SharedLayout(x=array(self.slices, self.groups * 64 * ROW_BYTES, align=SWIZZLE_ATOM),
+                            w=array(self.slices, self.bn * ROW_BYTES, align=SWIZZLE_ATOM))
+
+    @property
+    def layout(self):
+        return SharedLayout(ring=array(self.stages, self.stage.nbytes, align=SWIZZLE_ATOM),
+                            full=barriers(self.stages), empty=barriers(self.stages))
 
     @property
     def smem(self) -> int:
-        """The ring, two barriers a stage, and room to start it at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + 1024
+        """Bytes of dynamic shared memory."""
+        return block_bytes(self.layout)
 
     @property
     def threads(self) -> int:
@@ -209,19 +159,17 @@ class Config:
 
 
 def choose(n: int, multiprocessors: int = 132) -> Config:
-    """The configuration for n weight rows: one slab per multiprocessor, and as many stages as fit.
+    """The configuration for n weight rows: one tile per multiprocessor, and as many stages as fit.
 
     The same for 1 as for 128 tokens: one for at most 64 would be no faster than memory, and one more to compile.
     Clusters stay at 2: an H200 holds 66 clusters of 2 (all 132 multiprocessors) but only 30 of 4.
     """
     bn = -(-n // (multiprocessors * 8)) * 8
-    split = bn < 96                                 # small slabs: halve the tokens, double the slab
+    split = bn < 96                                 # small tiles: halve the tokens, double the weights
     if split:
         bn = -(-n // (multiprocessors // 2 * 16)) * 16
-    groups = 1 if split else 2
-    slices = 2 if bn < 96 else 1
-    stage = Config(bn, groups, 1, 2 if split else 1, slices, split).stage_bytes
-    return Config(bn, groups, (SMEM_LIMIT - 1024) // (stage + 16), 2 if split else 1, slices, split)
+    config = Config(bn, 1 if split else 2, 1, 2 if split else 1, 2 if bn < 96 else 1, split)
+    return replace(config, stages=(SMEM_LIMIT - SWIZZLE_ATOM) // (config.stage.nbytes + 2 * BARRIER))
 
 
 def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: int = 132) -> str | None:
@@ -233,8 +181,8 @@ def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: 
     if n < 8 or n % 8:
         return f"N must be a multiple of 8, not {n}"
     config = choose(n, multiprocessors)
-    if config.bn > MAX_SLAB:
-        return f"N = {n} is more than {MAX_SLAB} weight rows for each of {multiprocessors} multiprocessors"
+    if config.bn > MAX_TILE:
+        return f"N = {n} is more than {MAX_TILE} weight rows for each of {multiprocessors} multiprocessors"
     if k < 64 or k % (64 * config.slices):
         return f"K must be a multiple of {64 * config.slices}, not {k}"
     return None
@@ -244,132 +192,159 @@ def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: 
 SIGNATURE = types.void(u64, u64, u64, i32, i32, i32, i32, i32)
 
 
+class NamedBarrier(IntEnum):
+    """Hardware barriers of a block beside that of ``syncthreads``."""
+    CONSUMERS = 1                           # of the first warpgroup that computes; the next one's is the next
+
+
+@cuda.jit(device=True, inline="always")
+def next_stage(stage, phase, stages):
+    """The ring's next stage, and the parity of its barriers' phase."""
+    stage = i32(stage + 1)
+    if stage == stages:
+        stage = i32(0)
+        phase = i32(phase ^ 1)
+    return stage, phase
+
+
 @cubin.factory
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x and W, address of y, M, N, K,
     rows of x that each block loads, elements between rows of y."""
     BN, GROUPS, STAGES, CL, SLICES, SPLIT = (config.bn, config.groups, config.stages, config.cluster, config.slices,
                                              config.split)
-    XS = GROUPS * 64 * 128                  # bytes of one x slice (64-wide K slice = 128 bytes a row)
-    WS = BN * 128                           # ... and of one W slice; both multiples of 1024
-    SB = config.stage_bytes
-    XB = XS * SLICES
-    BOX = config.w_box
-    WROWS = config.w_rows
+    X_SLICE = GROUPS * 64 * ROW_BYTES       # bytes of a slice (64 of k)
+    W_SLICE = BN * ROW_BYTES
+    STAGE, W_AT, FULL, EMPTY = config.stage.nbytes, config.stage.w, config.layout.full, config.layout.empty
+    BOX, W_ROWS = config.w_box, config.w_rows
     PRODUCER = GROUPS * 4                   # index of the producer warp
     ARRIVALS = GROUPS * 4 * CL              # one per consumer warp of every block in the cluster
-    MASK = (1 << CL) - 1
+    ALL = (1 << CL) - 1                     # mask of the cluster's blocks
+    CONSUMERS = int(NamedBarrier.CONSUMERS)
     GATED = config.gated
-    zero, mma, drain, store = make_wgmma(BN, SLICES, XS, WS)
-    store_gated = hopper_gemm_gated.make_store(BN)
+    zero, mma, drain = make_product(BN, SLICES, X_SLICE, W_SLICE)
+    store = make_store(BN)
+    store_gated = activation.make_store(BN)
+    inline = cuda.jit(device=True, inline="always")
 
-    @cuda.jit(device=True, inline="always")
-    def load_w(dst, w_map, k, row, skip, bar, policy):
+    @inline
+    def load_w(stage_at, w_map, k, row, skip, full, policy):
+        """A stage's slices of W: this block's rows from ``row`` on, ``skip`` rows into the tile."""
         for c in range(SLICES):
-            for b in range(WROWS // BOX):
-                at = dst + XB + c * WS + (skip + b * BOX) * 128
+            for b in range(W_ROWS // BOX):
+                at = stage_at + W_AT + c * W_SLICE + (skip + b * BOX) * ROW_BYTES
                 if SPLIT and CL > 1:
-                    tma_multicast(at, w_map, (k * SLICES + c) * 64, row + b * BOX, bar, MASK, policy)
+                    tma_multicast(at, w_map, (k * SLICES + c) * 64, row + b * BOX, full, ALL, policy)
                 else:
-                    tma_load(at, w_map, (k * SLICES + c) * 64, row + b * BOX, bar, policy)
+                    tma_load(at, w_map, (k * SLICES + c) * 64, row + b * BOX, full, policy)
 
-    @cuda.jit(device=True, inline="always")
-    def load_x(dst, x_map, k, row, skip, bar, policy):
+    @inline
+    def load_x(stage_at, x_map, k, row, skip, full, policy):
+        """... and of x."""
         for c in range(SLICES):
-            at = dst + c * XS + skip * 128
+            at = stage_at + c * X_SLICE + skip * ROW_BYTES
             if SPLIT or CL == 1:
-                tma_load(at, x_map, (k * SLICES + c) * 64, row, bar, policy)
+                tma_load(at, x_map, (k * SLICES + c) * 64, row, full, policy)
             else:
-                tma_multicast(at, x_map, (k * SLICES + c) * 64, row, bar, MASK, policy)
+                tma_multicast(at, x_map, (k * SLICES + c) * 64, row, full, ALL, policy)
+
+    @inline
+    def produce(ring, x_map, w_map, steps, weight, rank, x_rows):
+        """Fill the ring, by one thread. The first W of every stage does not wait for the previous kernel; x does."""
+        read_once, keep = evict_first(), evict_last()
+        w_skip = rank * W_ROWS if SPLIT else 0               # this block's part of the shared tile
+        w_row = weight + w_skip
+        x_skip = 0 if SPLIT else rank * x_rows
+        x_row = rank * x_rows
+        nbytes = (W_SLICE + (x_rows if SPLIT else CL * x_rows) * ROW_BYTES) * SLICES
+        first = min(i32(STAGES), steps)
+        for k in range(first):
+            mbar_expect(ring + FULL + k * 8, nbytes)
+            load_w(ring + k * STAGE, w_map, k, w_row, w_skip, ring + FULL + k * 8, read_once)
+        pdl_wait()
+        for k in range(first):
+            load_x(ring + k * STAGE, x_map, k, x_row, x_skip, ring + FULL + k * 8, keep)
+        stage = i32(0)
+        phase = i32(0)
+        for k in range(first, steps):
+            mbar_wait(ring + EMPTY + stage * 8, phase)
+            full = ring + FULL + stage * 8
+            stage_at = ring + stage * STAGE
+            mbar_expect(full, nbytes)
+            load_w(stage_at, w_map, k, w_row, w_skip, full, read_once)
+            load_x(stage_at, x_map, k, x_row, x_skip, full, keep)
+            stage, phase = next_stage(stage, phase, STAGES)
+
+    @inline
+    def clear_rest(x_at, rows, thread):
+        """Zeros, by a warpgroup, in rows that no copy fills: they are multiplied too, and thrown away, and as zeros they
+        cost far less power. rows: those of the group's 64 that are filled."""
+        for s in range(STAGES):
+            for c in range(SLICES):
+                for at in range(rows * ROW_BYTES + thread * 8, 64 * ROW_BYTES, 1024):
+                    sts2(x_at + s * STAGE + c * X_SLICE + at, f32(0), f32(0))
+        fence_async()
+
+    @inline
+    def multiply(ring, x_at, steps, lane):
+        """A warpgroup's tile of sums: its 64 tokens, whose first stage is at ``x_at``, by the block's weights."""
+        tile = zero()
+        before = i32(0)
+        stage = i32(0)
+        phase = i32(0)
+        for k in range(steps):
+            mbar_wait(ring + FULL + stage * 8, phase)
+            tile = mma(tile, x_at + stage * STAGE, ring + W_AT + stage * STAGE)
+            if k > 0 and lane < CL:                          # the previous stage has been read
+                mbar_arrive_at(ring + EMPTY + before * 8, lane)
+            before = stage
+            stage, phase = next_stage(stage, phase, STAGES)
+        return drain(tile)
+
+    @inline
+    def write(tile, y, ldy, token, row, rows, weight, N, lane):
+        """The epilogue: r(tile), or its activation, into y. token: the block's first; row: this lane's of its ``rows``."""
+        if GATED:
+            upper = (lane & 2) != 0
+            if upper:
+                row = row + 8
+            at = y + u64(((token + row) * ldy + weight // 2 + (lane & 1) * 2) * 2)
+            store_gated(tile, upper, at, (N - weight) // 2 if row < rows else 0)
+        else:
+            col = fragments.column(lane)
+            at = y + u64(((token + row) * ldy + weight + col) * 2)
+            left = N - weight - col                          # columns of y right of `at`
+            store(tile, at, at + u64(ldy * 16), left if row < rows else 0, left if row + 8 < rows else 0)
 
     def hopper_gemm(x_map, w_map, y, M, N, K, x_rows, ldy):
         # The swizzle repeats every 8 rows = 1024 bytes and is computed on address bits: align to 1024.
         ring = (smem_addr(cuda.shared.array(0, types.uint8)) + 1023) & ~1023
-        full = ring + STAGES * SB
-        empty = full + STAGES * 8
         tid = cuda.threadIdx.x
         warp = tid >> 5
         lane = tid & 31
         rank = cta_rank() if CL > 1 else 0
-        slab = (cuda.blockIdx.x // CL if SPLIT else cuda.blockIdx.x) * BN
+        weight = (cuda.blockIdx.x // CL if SPLIT else cuda.blockIdx.x) * BN
         token = rank * x_rows if SPLIT else 0
         steps = i32(K // (64 * SLICES))
         if tid == 0:
             for s in range(STAGES):
-                mbar_init(full + s * 8, 1)
-                mbar_init(empty + s * 8, ARRIVALS)
+                mbar_init(ring + FULL + s * 8, 1)
+                mbar_init(ring + EMPTY + s * 8, ARRIVALS)
             mbar_fence()
         cluster_sync()                      # nobody signals a barrier that is not initialised yet
         pdl_launch()                        # let the next kernel's blocks move in as ours leave
 
-        stage = i32(0)
-        phase = i32(0)
         if warp == PRODUCER:
             if lane == 0:
-                once, again = evict_first(), evict_last()
-                w_skip = rank * WROWS if SPLIT else 0            # this block's part of the shared tile
-                w_row = slab + w_skip
-                x_skip = 0 if SPLIT else rank * x_rows
-                x_row = rank * x_rows
-                expect = (WS + (x_rows if SPLIT else CL * x_rows) * 128) * SLICES
-                # First lap: weights do not depend on the previous kernel, x does.
-                lap = min(i32(STAGES), steps)
-                for k in range(lap):
-                    mbar_expect(full + k * 8, expect)
-                    load_w(ring + k * SB, w_map, k, w_row, w_skip, full + k * 8, once)
-                pdl_wait()
-                for k in range(lap):
-                    load_x(ring + k * SB, x_map, k, x_row, x_skip, full + k * 8, again)
-                for k in range(lap, steps):
-                    mbar_wait(empty + stage * 8, phase)
-                    bar = full + stage * 8
-                    dst = ring + stage * SB
-                    mbar_expect(bar, expect)
-                    load_w(dst, w_map, k, w_row, w_skip, bar, once)
-                    load_x(dst, x_map, k, x_row, x_skip, bar, again)
-                    stage = i32(stage + 1)
-                    if stage == STAGES:
-                        stage = i32(0)
-                        phase = i32(phase ^ 1)
+                produce(ring, x_map, w_map, steps, weight, rank, x_rows)
         else:
             # Consumers touch x only through the ring, and write y only after its last slice: after the producer's wait.
             group = warp >> 2
-            a_first = ring + group * (64 * 128)
-            b_first = ring + XB
-            # Rows that no copy fills are multiplied too, and thrown away: as zeros they cost far less power.
-            filled = max(0, min(64, (x_rows if SPLIT else CL * x_rows) - group * 64)) * 128
-            for s in range(STAGES):
-                for c in range(SLICES):
-                    for at in range(filled + (tid & 127) * 8, 64 * 128, 1024):
-                        sts2(a_first + s * SB + c * XS + at, f32(0), f32(0))
-            fence_async()
-            named_sync(group + 1, 128)
-            acc = zero()
-            before = i32(0)
-            for k in range(steps):
-                mbar_wait(full + stage * 8, phase)
-                acc = mma(acc, a_first + stage * SB, b_first + stage * SB)
-                if k > 0 and lane < CL:                          # the previous stage has been read
-                    mbar_arrive_at(empty + before * 8, lane)
-                before = stage
-                stage = i32(stage + 1)
-                if stage == STAGES:
-                    stage = i32(0)
-                    phase = i32(phase ^ 1)
-            acc = drain(acc)
-            row = warp * 16 + (lane >> 2)                        # of this block's tokens
-            col = (lane & 3) * 2
-            rows = min(x_rows, M - token) if SPLIT else M
-            if GATED:
-                upper = (lane & 2) != 0
-                if upper:
-                    row = row + 8
-                at = y + u64(((token + row) * ldy + slab // 2 + (lane & 1) * 2) * 2)
-                store_gated(acc, upper, at, (N - slab) // 2 if row < rows else 0)
-            else:
-                at = y + u64(((token + row) * ldy + slab + col) * 2)
-                left = N - slab - col                            # columns of y right of `at`
-                store(acc, at, at + u64(ldy * 16), left if row < rows else 0, left if row + 8 < rows else 0)
+            x_at = ring + group * (64 * ROW_BYTES)
+            clear_rest(x_at, max(0, min(64, (x_rows if SPLIT else CL * x_rows) - group * 64)), tid & 127)
+            named_sync(CONSUMERS + group, 128)
+            tile = multiply(ring, x_at, steps, lane)
+            write(tile, y, ldy, token, warp * 16 + fragments.row(lane), min(x_rows, M - token) if SPLIT else M, weight, N, lane)
         cluster_sync()                      # a block must not exit while others still signal its barriers
 
     return Kernel(hopper_gemm, SIGNATURE, threads=config.threads, smem=config.smem, cluster=CL)
@@ -379,7 +354,10 @@ def kernel(config: Config) -> Kernel:
 class Plan:
     """y[:rows] = r(x[:rows] W^T), or its activation if gated, bound to its arrays. ``plan(stream, pdl=True)`` launches it.
 
-    Arrays as ``gemm.Gemm.linear_plan`` checks them. Keep the plan (or what keeps it) as long as its graphs.
+    x [>= rows, K], weight [N, K], y [>= rows, N] or, gated, [>= rows, N / 2], as ``problem.layout`` checks them. Keep the
+    plan (or what keeps it) as long as its graphs. Raises ValueError for a product that ``refusal`` refuses.
+
+        narrow.Plan(x, weight, y, rows=107)(stream)
     """
 
     name = "hopper"
@@ -389,7 +367,7 @@ class Plan:
         ldx, ldy = x.strides[0] // 2, y.strides[0] // 2
         reason = refusal(rows, n, k, multiprocessors=multiprocessors)
         if reason:
-            raise ValueError(f"hopper_gemm does not do {n} x {k} at {rows} rows: {reason}")
+            raise ValueError(f"the GEMM for few rows does not do {n} x {k} at {rows} rows: {reason}")
         self.config = config = replace(choose(n, multiprocessors), gated=gated)
         self.kernel = kernel(config)
         self.grid = config.grid(n)

@@ -4,7 +4,7 @@ The promise is that a row's result has the same bits whatever the number of rows
 when every algorithm that may run for a weight shape adds up in the same order. So for each shape there is a *reference
 order*, and an algorithm is *admitted* for (shape, rows) only when it gives the reference's bits on random data:
 
-  - Candidates are our own kernels (``hopper_gemm.py``, ``hopper_gemm_wide.py``) where they fit, and what cuBLASLt's
+  - Candidates are our own kernels (``narrow.py``, ``wide.py``) where they fit, and what cuBLASLt's
     heuristics propose without split-K (REDUCTION_SCHEME_MASK = 0, and SPLITK_NUM is looked at as well).
   - The reference order of a shape is that of the majority of the candidates at 128 rows. On H200 that is nearly all of
     them: one running sum over increasing k.
@@ -33,8 +33,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jev_kernels.gemm import narrow as hopper_gemm, wide as hopper_gemm_wide
-from jev_kernels.gemm.cublaslt import Algorithm, BlasPlan, CublasLt, Key, check_rows, layout
+from jev_kernels.gemm import narrow, wide
+from jev_kernels.gemm.cublaslt import Algorithm, BlasPlan, CublasLt
+from jev_kernels.gemm.problem import Key, check_rows, layout
 from jev_kernels.gemm.trials import REFERENCE_ROWS, Trial
 from jev_kernels.rowwise.silu import silu_mul
 from jev_kernels.runtime import device, disk
@@ -47,7 +48,7 @@ OWN, WIDE = "own", "own:wide"  # our kernel for few rows, and for more
 
 
 class NoAlgorithm(DeviceError):
-    """No algorithm gives the reference's bits for a shape: answers could depend on company, so nothing is run."""
+    """No algorithm gives the reference's bits for a shape: answers would not be batch-invariant, so nothing is run."""
 
 
 # ---------------------------------------------------------------- choices
@@ -160,7 +161,7 @@ class Gemm:
         self.gpu, self.tune = gpu, tune
         self.blas = CublasLt()
         self.stream = device.Stream()
-        self._scratch: hopper_gemm_wide.Scratch | None = None
+        self._scratch: wide.Scratch | None = None
         self.cache = TuningCache(cache, f"{gpu.name} | driver {gpu.driver_version} | cuBLASLt {self.blas.version} | "
                                         f"gemm {VERSION}")
         self._trial: Trial | None = None
@@ -207,10 +208,10 @@ class Gemm:
 
     def _own_plan(self, algorithm: str, x, weight, y, rows: int, gated: bool):
         if algorithm == OWN:
-            return hopper_gemm.Plan(x, weight, y, rows, self.gpu.multiprocessors, gated)
+            return narrow.Plan(x, weight, y, rows, self.gpu.multiprocessors, gated)
         if self._scratch is None:
-            self._scratch = hopper_gemm_wide.Scratch(self.stream)
-        return hopper_gemm_wide.Plan(x, weight, y, rows, self._scratch, self.gpu.multiprocessors, gated)
+            self._scratch = wide.Scratch(self.stream)
+        return wide.Plan(x, weight, y, rows, self._scratch, self.gpu.multiprocessors, gated)
 
     def prepare(self, shapes: Iterable[tuple[int, int]], rows: Sequence[int], gated: bool = False) -> int:
         """Admit and time weight shapes (N, K) at numbers of rows ahead of ``linear_plan``, or of ``swiglu_plan`` if
@@ -291,8 +292,8 @@ class Gemm:
         if key.gated and key.n % 16:                              # rows of y must start at multiples of 16 bytes
             return False
         if algorithm == WIDE:
-            return m > hopper_gemm.MAX_ROWS and hopper_gemm_wide.refusal(m, n, k, *gpu) is None
-        return algorithm == OWN and hopper_gemm.refusal(m, n, k, *gpu) is None
+            return m > narrow.MAX_ROWS and wide.refusal(m, n, k, *gpu) is None
+        return algorithm == OWN and narrow.refusal(m, n, k, *gpu) is None
 
     def candidates(self, key: Key, alignment: int = 256) -> list[str]:
         """Our kernel for few rows, cuBLASLt's proposals without split-K for these rows, those for other rows that run,

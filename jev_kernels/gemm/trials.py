@@ -1,6 +1,6 @@
 """What the choice of GEMM algorithms rests on: random data on the device, comparison of bits, timing.
 
-See ``gemm.py``, which chooses.
+See ``selection.py``, which chooses.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jev_kernels.runtime.graph import capture
 from jev_kernels.runtime.launch import Kernel
 
 MAX_COPIES = 16                # of a weight: 128 MB of the smallest that is timed
-SLOW = 1.5                     # an algorithm that many times slower than the best in its first turn gets no second
+SLOW = 1.5                     # an algorithm that many times slower than the best in its first replay gets no second
 REFERENCE_ROWS = 128           # rows at which the reference order is chosen, and of the blocks that apply it
 
 
@@ -115,7 +115,7 @@ class Trial:
     def time(self, plans: dict[str, Sequence[Callable]], rows: int, repeats: int = 3) -> dict[str, float]:
         """us a launch for each name: the median of ``repeats`` replays of a graph that goes round the weights.
 
-        Names take turns, so that heat and clocks are shared evenly. The first turn is warm-up; what is SLOW in it is
+        Names alternate, so that heat and clocks are shared evenly. The first replay is warm-up; what is SLOW in it is
         timed by it alone.
         """
         launches = len(self.weights) * max(1, (8 if rows <= 512 else 4 if rows <= 1024 else 2) // len(self.weights))
@@ -126,9 +126,9 @@ class Trial:
                     bound[i % len(bound)](self.stream, pdl=True)
             graphs[name] = capture(self.stream, launch_all, keep=tuple(bound))
         times: dict[str, list[float]] = {name: [] for name in plans}
-        for turn in range(repeats + 1):
+        for replay in range(repeats + 1):
             for name, graph in graphs.items():
-                if turn and times[name][0] > SLOW * min(t[0] for t in times.values()):
+                if replay and times[name][0] > SLOW * min(t[0] for t in times.values()):
                     continue
                 start = device.Event().record(self.stream)
                 graph.launch(self.stream)

@@ -2,7 +2,7 @@
 
     x [M, K] tokens, rows ``ldx`` apart      W [N, K] weights, contiguous      y [M, N], rows ``ldy`` apart
 
-Or, gated, the MLP's activation of that product, y [M, N / 2]: see ``hopper_gemm_gated.py``.
+Or, gated, the MLP's activation of that product, y [M, N / 2]: see ``activation.py``.
 
 The product is a few hundred to a few thousand tiles for 132 multiprocessors: 272 tiles would take three rounds of which
 the third does 6 % of the work. Splitting a tile's K among several blocks evens that out, but adds the parts in another
@@ -19,7 +19,7 @@ starts from the accumulators of the block that did the earlier part.
   - Weights sit on wgmma's M side, 64 rows for each of two warpgroups; tokens on its N side, so that a tile has any
     multiple of 16 tokens up to 256 and little padding. The two blocks of a cluster have neighbouring weight tiles and
     the same tokens: each loads half of x's tile and multicasts it.
-  - A producer warp fills the ring with TMA, across tile boundaries; the ring protocol is that of ``hopper_gemm.py``.
+  - A producer warp fills the ring with TMA, across tile boundaries; the ring protocol is that of ``narrow.py``.
   - Results are transposed on the way to shared memory (stmatrix), 64 tokens at a time, and leave by TMA, which clips at
     the edges of y and runs on under the next tile.
 
@@ -31,7 +31,7 @@ One H200 at its power limit, us a launch (this / best admitted cuBLASLt), 34816 
 at 512, 435 / 423 at 800, 511 / 497 at 960, 801 / 779 at 1536, 1300 / 1270 at 2432, 1826 / 1783 at 3456. With the
 activation (cuBLASLt and ``silu_mul``): 114 / 138 at 144, 168 / 176 at 256, 313 / 313 at 512, 566 / 542 at 960: many rows
 keep the tensor cores waiting for it about as long as another kernel takes. N = 5120 has too few tiles. Timing decides
-(``gemm.py``).
+(``selection.py``).
 
 Source: PTX ISA; the idea of equal K ranges is Stream-K (Osama et al., 2023), with the order of addition kept.
 """
@@ -40,36 +40,49 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
-from numba.cuda.extending import intrinsic, register_jitable
+from numba.cuda.extending import register_jitable
 
-from jev_kernels.gemm import activation as hopper_gemm_gated
-from jev_kernels.gemm.narrow import F32, I32, I64, SMEM_LIMIT, make_wgmma
+from jev_kernels.gemm import activation
+from jev_kernels.gemm.narrow import ROW_BYTES, SMEM_LIMIT, NamedBarrier, make_product, next_stage
 from jev_kernels.ptx import (
     cluster_sync,
     cta_rank,
+    device_function,
     evict_first,
     evict_last,
+    evict_normal,
+    fence_async,
     fewer_registers,
+    generated,
     i32,
+    ldg4_if,
     mbar_arrive_at,
     mbar_expect,
     mbar_fence,
     mbar_init,
     mbar_wait,
     more_registers,
+    named_sync,
+    pack,
     pdl_launch,
     pdl_wait,
-    ptx,
     smem_addr,
+    stg4,
+    stsm2_t,
+    stsm4_t,
     tma_load,
     tma_multicast,
+    tma_store_if,
+    tma_stores_done,
+    tma_stores_read_but_one_if,
+    tma_stores_read_if,
     u64,
     uniform,
-    void,
 )
+from jev_kernels.ptx.flags import await_flag, lower_flag_of_warp, raise_flag_of_warp
+from jev_kernels.ptx.shared_layout import BARRIER, SWIZZLE_ATOM, SharedLayout, array, barriers, block_bytes
 from jev_kernels.runtime import cubin, device, tensor_maps
 from jev_kernels.runtime.launch import Kernel, address
 
@@ -77,24 +90,12 @@ GROUPS = 2                              # consumer warpgroups of 64 weight rows 
 WEIGHTS = GROUPS * 64                   # weight rows of a block's tile
 THREADS = (GROUPS + 1) * 128
 MAX_TOKENS = 256                        # of a tile: wgmma's largest n
-SNAP = 5                                # K steps
+MIN_STEPS = 5                           # of a part of a split tile
 BAND = 8                                # columns of tiles that a round reads x for
 TILE_COST = 24                          # what a tile costs beside its tokens, in tokens
 CHUNK = 64                              # tokens that a warpgroup transposes and stores at a time
 CLUSTER = 2
 MAX_BLOCKS = 2 * 72                     # for the size of scratch: more multiprocessors than a Hopper GPU shows
-
-stores_done = ptx("stores_done", void, (), "cp.async.bulk.wait_group 0;", "")
-evict_normal = ptx("evict_normal", u64, (), "createpolicy.fractional.L2::evict_normal.b64 $0, 1.0;", "=l")
-raise_flag = ptx("raise_flag", void, (u64, i32),                            # (flag, lane): the whole warp has saved
-                 "{ .reg .pred p; bar.warp.sync 0xffffffff; fence.acq_rel.gpu; setp.eq.s32 p, $1, 0;"
-                 " @p st.relaxed.gpu.global.u32 [$0], 1; }", "l,r")
-await_flag = ptx("await_flag", void, (u64,),
-                 "{ .reg .pred p; .reg .b32 v;"
-                 " W: ld.acquire.gpu.global.u32 v, [$0]; setp.eq.u32 p, v, 0; @p bra W; }", "l")
-lower_flag = ptx("lower_flag", void, (u64, i32),                            # (flag, lane): the whole warp has read
-                 "{ .reg .pred p; bar.warp.sync 0xffffffff; setp.eq.s32 p, $1, 0;"
-                 " @p st.relaxed.gpu.global.u32 [$0], 0; }", "l,r")
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,10 @@ class Config:
     gated: bool = False
 
     @property
-    def stage_bytes(self) -> int:
-        return (WEIGHTS + self.tokens) * 128
+    def stage(self):
+        """A stage of the ring: a slice (64 of k) of W, then of x, in rows of 128 bytes."""
+        return SharedLayout(w=array(WEIGHTS, ROW_BYTES, align=SWIZZLE_ATOM),
+                            x=array(self.tokens, ROW_BYTES, align=SWIZZLE_ATOM))
 
     @property
     def columns(self) -> int:
@@ -113,18 +116,26 @@ class Config:
         return 32 if self.gated else 64
 
     @property
-    def staging(self) -> int:
-        """Bytes to transpose results in: two chunks for each warpgroup."""
-        return GROUPS * 2 * CHUNK * self.columns * 2
+    def chunk_bytes(self) -> int:
+        """Bytes to transpose a chunk of results in; each warpgroup has two."""
+        return CHUNK * self.columns * 2
 
     @property
     def stages(self) -> int:
-        return (SMEM_LIMIT - 1024 - 8 - self.staging) // (self.stage_bytes + 16)
+        fixed = SWIZZLE_ATOM + BARRIER + GROUPS * 2 * self.chunk_bytes
+        return (SMEM_LIMIT - fixed) // (self.stage.nbytes + 2 * BARRIER)
+
+    @property
+    def layout(self):
+        """``empty`` has one more than stages, for which nobody waits: consumers arrive there before their first stage."""
+        return SharedLayout(ring=array(self.stages, self.stage.nbytes, align=SWIZZLE_ATOM),
+                            staging=array(GROUPS * 2, self.chunk_bytes, align=SWIZZLE_ATOM),
+                            full=barriers(self.stages), empty=barriers(self.stages + 1))
 
     @property
     def smem(self) -> int:
-        """The ring, room to transpose results, two barriers a stage and one, room to start at a multiple of 1024."""
-        return self.stages * (self.stage_bytes + 16) + self.staging + 8 + 1024
+        """Bytes of dynamic shared memory."""
+        return block_bytes(self.layout)
 
     def tiles(self, m: int, n: int) -> int:
         """Tiles of a pair of blocks."""
@@ -142,9 +153,9 @@ def choose(m: int, gated: bool = False) -> Config:
     return Config(min(range(MAX_TOKENS, 127, -16), key=lambda tokens: -(-m // tokens) * (tokens + TILE_COST)), gated)
 
 
-# ---------------------------------------------------------------- who does what, for the kernel and in Python
+# ---------------------------------------------------------------- the tile scheduler, for the kernel and in Python
 @register_jitable(inline="always")
-def place(tile, pairs, columns):
+def tile_coordinates(tile, pairs, columns):
     """(pair of weight tiles, column of token tiles) of a tile: all pairs of BAND columns, then those of the next BAND;
     neighbouring tiles are the columns of one pair."""
     band = i32(tile // (BAND * pairs))
@@ -154,23 +165,23 @@ def place(tile, pairs, columns):
 
 
 @register_jitable(inline="always")
-def boundary(total, steps, cluster, clusters):
-    """Where the range of a cluster starts among all K steps: equal parts, but no part of a tile shorter than SNAP steps
+def split_boundary(total, steps, cluster, clusters):
+    """Where the range of a cluster starts among all K steps: equal parts, but no part of a tile shorter than MIN_STEPS
     (handing over sums costs as much time as a few steps)."""
     at = i32(total * cluster // clusters)
     inside = at % steps
-    if inside < SNAP:
+    if inside < MIN_STEPS:
         return i32(at - inside)
-    if inside > steps - SNAP:
+    if inside > steps - MIN_STEPS:
         return i32(at + steps - inside)
     return at
 
 
 @register_jitable(inline="always")
-def next_part(whole, alone, first, end, steps, clusters):
-    """(tile, its first K step, their end, whole, end): what a cluster does next of its tiles whole, whole + clusters, ...
-    below ``alone`` and then, backwards, of its range from first to end of all K steps; and what is left after it."""
-    if whole < alone:
+def next_work_tile(whole, split_from, first, end, steps, clusters):
+    """(tile, its first K step, their end, whole, end): what a cluster does next of its whole tiles whole, whole + clusters,
+    ... below ``split_from`` and then, backwards, of its range from first to end of all K steps; and what is left after it."""
+    if whole < split_from:
         return whole, i32(0), steps, i32(whole + clusters), end
     tile = i32((end - 1) // steps)
     start = max(first, i32(tile * steps))
@@ -178,26 +189,26 @@ def next_part(whole, alone, first, end, steps, clusters):
 
 
 @register_jitable(inline="always")
-def shares(tiles, steps, cluster, clusters):
-    """(tiles that are not split, start and end of the cluster's range of the others' K steps)."""
-    alone = i32(tiles // clusters * clusters)
-    if alone < tiles:
-        alone = i32(alone - clusters)
-    total = i32((tiles - alone) * steps)
-    first = i32(alone * steps + boundary(total, steps, cluster, clusters))
-    return alone, first, i32(alone * steps + boundary(total, steps, cluster + 1, clusters))
+def cluster_range(tiles, steps, cluster, clusters):
+    """(the first tile that is split, start and end of the cluster's range of the K steps from there on)."""
+    split_from = i32(tiles // clusters * clusters)
+    if split_from < tiles:
+        split_from = i32(split_from - clusters)
+    total = i32((tiles - split_from) * steps)
+    first = i32(split_from * steps + split_boundary(total, steps, cluster, clusters))
+    return split_from, first, i32(split_from * steps + split_boundary(total, steps, cluster + 1, clusters))
 
 
-def segments(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[int, int, int]]:
+def work_tiles(tiles: int, steps: int, cluster: int, clusters: int) -> list[tuple[int, int, int]]:
     """(tile, first K step, end) that a cluster does, in its order.
 
     There are at least as many tiles as clusters. So a tile that is split has two parts, and the part that goes on from
     another's sums is its cluster's last, while the part before it is the first that its cluster does of split tiles.
     """
-    alone, first, end = shares(tiles, steps, cluster, clusters)
+    split_from, first, end = cluster_range(tiles, steps, cluster, clusters)
     whole, parts = cluster, []
-    while whole < alone or end > first:
-        *part, whole, end = next_part(whole, alone, first, end, steps, clusters)
+    while whole < split_from or end > first:
+        *part, whole, end = next_work_tile(whole, split_from, first, end, steps, clusters)
         parts.append(tuple(map(int, part)))
     return parts
 
@@ -215,107 +226,49 @@ def refusal(m: int, n: int, k: int, compute_capability=(9, 0), multiprocessors: 
 
 
 # ---------------------------------------------------------------- the tile of accumulators
-def make_tile(tokens):
-    """(save, load, store, store_gated) for a 64 x tokens float32 tile of a warpgroup held as a UniTuple of tokens/2
-    registers.
+def make_handover(tokens: int):
+    """(save, load) of a float32 tile [64, tokens] of a warpgroup, a tuple, by way of scratch.
 
-    Registers 4j, 4j+1 are weight row g = lane / 4, tokens 8j+2t, 8j+2t+1 (t = lane % 4); 4j+2, 4j+3 weight row g+8.
-    The consumers of a block share a slot of scratch, four registers of each side by side.
+    save(tile, at); load(at, saved) -> the tile, or zeros where ``saved`` is 0. The consumers of a block share a slot of
+    scratch, four registers of each side by side; at: address of this thread's first four.
     """
-    regs = tokens // 2
-    acc = types.UniTuple(types.float32, regs)
-    step = GROUPS * 128 * 16
+    names, step = range(tokens // 8), GROUPS * 128 * 16
+    parts = [f"tile[{4 * q}], tile[{4 * q + 1}], tile[{4 * q + 2}], tile[{4 * q + 3}]" for q in names]
+    save = "def save(tile, at):\n" + "".join(f"    stg4(at + u64({q * step}), {parts[q]})\n" for q in names)
+    load = ("def load(at, saved):\n" + "".join(f"    v{q} = ldg4_if(at + u64({q * step}), saved)\n" for q in names)
+            + "    return (" + ", ".join(f"v{q}[{i}]" for q in names for i in range(4)) + ")\n")
+    return (device_function(generated.function(save, stg4=stg4, u64=u64)),
+            device_function(generated.function(load, ldg4_if=ldg4_if, u64=u64)))
 
-    def unpack(builder, tup, n=regs):
-        return [builder.extract_value(tup, i) for i in range(n)]
 
-    def send_chunks(builder, args, row_bytes, write):
-        """Transpose and store a tile chunk by chunk. args: as of ``store`` from staging on; write(at, first, end): puts
-        tokens first to end into shared memory, row_bytes each."""
-        staging, lane_at, barrier, leader, y_map, y_tail, weight, token = args
+def make_store(tokens: int, gated: bool):
+    """store(results, staging, lane_at, barrier, leader, y_map, y_tail, weight, token): a warpgroup's tile of y.
 
-        def emit(text, constraints, *ops):
-            fn = ir.FunctionType(ir.VoidType(), [o.type for o in ops])
-            builder.call(ir.InlineAsm(fn, text, constraints + ",~{memory}", side_effect=True), ops)
-
-        # The chunk's buffer is free when all stores, or all but the one before this chunk, have read theirs.
-        ready = "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read N; barrier.sync $1, 128; }"
-        send = ("{ .reg .pred p; fence.proxy.async.shared::cta; barrier.sync $1, 128; setp.ne.s32 p, $0, 0;"
-                " @p cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$2, {$3, $4}], [$5];"
-                " @p cp.async.bulk.commit_group; }")
-        for c, first in enumerate(range(0, tokens, CHUNK)):
-            buffer = builder.add(staging, ir.Constant(I32, c % 2 * CHUNK * row_bytes))
-            emit(ready.replace("N;", f"{min(c, 1)};"), "r,r", leader, barrier)
-            write(emit, builder.add(buffer, lane_at), first, min(first + CHUNK, tokens))
-            emit(send, "r,r,l,r,r,r", leader, barrier, y_map if first + CHUNK <= tokens else y_tail, weight,
-                 builder.add(token, ir.Constant(I32, first)), buffer)
-
-    @intrinsic
-    def save(typingctx, d, at):
-        def codegen(context, builder, sig, args):
-            v = unpack(builder, args[0])
-            fn = ir.FunctionType(ir.VoidType(), [I64, F32, F32, F32, F32])
-            for q in range(regs // 4):
-                asm = ir.InlineAsm(fn, f"st.global.v4.f32 [$0+{q * step}], {{$1,$2,$3,$4}};", "l,f,f,f,f,~{memory}",
-                                   side_effect=True)
-                builder.call(asm, [args[1], *v[4 * q:4 * q + 4]])
-            return context.get_dummy_value()
-        return types.void(acc, u64), codegen
-
-    @intrinsic
-    def load(typingctx, at, saved):
-        """What was saved at ``at``, or zeros where ``saved`` is 0. Predicated: with a branch here ptxas serialises the
-        wgmmas that follow (C7515)."""
-        def codegen(context, builder, sig, args):
-            fn = ir.FunctionType(ir.LiteralStructType([F32] * 4), [I64, I32])
-            v = []
-            for q in range(regs // 4):
-                asm = ir.InlineAsm(fn, "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.f32 $0, 0f00000000;"
-                                   " mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000; mov.f32 $3, 0f00000000;"
-                                   f" @p ld.global.cg.v4.f32 {{$0,$1,$2,$3}}, [$4+{q * step}]; }}",
-                                   "=&f,=&f,=&f,=&f,l,r,~{memory}", side_effect=True)
-                out = builder.call(asm, args)
-                v += [builder.extract_value(out, i) for i in range(4)]
-            return context.make_tuple(builder, acc, v)
-        return acc(u64, i32), codegen
-
-    @intrinsic
-    def store(typingctx, d, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):
-        """y's tile of this warpgroup, r(sums): ``staging`` address of its two chunks, ``lane_at`` offset at which this
-        lane writes its row of a chunk, ``barrier`` a named one of the warpgroup, ``leader`` 1 in the thread that
-        stores, tensor maps of y with boxes of 64 weights by a whole chunk and by the last, first weight and token."""
-        def codegen(context, builder, sig, args):
-            v = unpack(builder, args[0])
-            matrix = ("{ .reg .b32 a, b, c, d; cvt.rn.bf16x2.f32 a, $2, $1; cvt.rn.bf16x2.f32 b, $4, $3;"
-                      " cvt.rn.bf16x2.f32 c, $6, $5; cvt.rn.bf16x2.f32 d, $8, $7;"
-                      " stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+OFFSET], {a, b, c, d}; }")
-
-            def write(emit, at, first, end):
-                for t in range(first, end, 16):
-                    emit(matrix.replace("OFFSET", str((t - first) * 128)), "r,f,f,f,f,f,f,f,f", at,
-                         *v[t // 2:t // 2 + 8])
-
-            send_chunks(builder, args[1:], 128, write)
-            return context.get_dummy_value()
-        return types.void(acc, i32, i32, i32, i32, u64, u64, i32, i32), codegen
-
-    @intrinsic
-    def store_gated(typingctx, d, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):
-        """``store`` of what ``hopper_gemm_gated.make_activation`` gives: boxes are 32 columns wide."""
-        def codegen(context, builder, sig, args):
-            v = unpack(builder, args[0], tokens // 8)
-
-            def write(emit, at, first, end):
-                for t in range(first, end, 32):                           # the last may be 16 tokens
-                    n = min(4, (end - t) // 8)
-                    emit(f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [$0+{(t - first) * 64}],"
-                         f" {{{', '.join(f'${i + 1}' for i in range(n))}}};", "r" + ",r" * n, at, *v[t // 8:t // 8 + n])
-
-            send_chunks(builder, args[1:], 64, write)
-            return context.get_dummy_value()
-        return types.void(types.UniTuple(types.uint32, tokens // 8), i32, i32, i32, i32, u64, u64, i32, i32), codegen
-
-    return save, load, store, store_gated
+    results: float32 [64, tokens] of a warpgroup, to be rounded, or, gated, what ``activation.make_activation`` gives
+    (BF16 pairs of [32, tokens]). staging: address of two chunks; lane_at: offset at which this lane writes its row of one;
+    barrier: a named one of the warpgroup; leader: 1 in the thread that stores; y_map, y_tail: tensor maps of y with boxes
+    of 64 (32) weights by a whole chunk and by the last; weight, token: the tile's first.
+    """
+    row_bytes, lines = 64 if gated else 128, []
+    for chunk, first in enumerate(range(0, tokens, CHUNK)):
+        end, buffer = min(first + CHUNK, tokens), chunk % 2 * CHUNK * row_bytes
+        # The buffer is free when all stores, or all but the one before this chunk, have read theirs.
+        lines += [f"{'tma_stores_read_but_one_if' if chunk else 'tma_stores_read_if'}(leader)", "named_sync(barrier, 128)"]
+        for t in range(first, end, 32 if gated else 16):
+            at = f"staging + lane_at + {buffer + (t - first) * row_bytes}"
+            if gated:                                                     # the last may be 16 tokens
+                some = [f"results[{t // 8 + i}]" for i in range(min(4, (end - t) // 8))]
+            else:
+                some = [f"pack(results[{t // 2 + 2 * i}], results[{t // 2 + 2 * i + 1}])" for i in range(4)]
+            lines.append(f"stsm{len(some)}_t({at}, {', '.join(some)})")
+        lines += ["fence_async()", "named_sync(barrier, 128)",
+                  f"tma_store_if(leader, {'y_map' if first + CHUNK <= tokens else 'y_tail'}, weight, token + {first},"
+                  f" staging + {buffer})"]
+    text = ("def store(results, staging, lane_at, barrier, leader, y_map, y_tail, weight, token):\n"
+            + "".join(f"    {line}\n" for line in lines))
+    return device_function(generated.function(
+        text, tma_stores_read_if=tma_stores_read_if, tma_stores_read_but_one_if=tma_stores_read_but_one_if, pack=pack,
+        named_sync=named_sync, stsm4_t=stsm4_t, stsm2_t=stsm2_t, fence_async=fence_async, tma_store_if=tma_store_if))
 
 
 # ---------------------------------------------------------------- the kernel
@@ -326,23 +279,96 @@ SIGNATURE = types.void(u64, u64, u64, u64, i32, i32, i32, u64, u64)
 def kernel(config: Config) -> Kernel:
     """The kernel of a configuration. Arguments: addresses of the tensor maps of x, of W and of y (whole chunks, last
     chunk), M, N, K, addresses of scratch and of its flags."""
-    TOKENS, STAGES = config.tokens, config.stages
-    WS = WEIGHTS * 128                      # bytes of a slice of W; a multiple of 1024
-    SB = config.stage_bytes
+    TOKENS, STAGES, STAGE, X_AT = config.tokens, config.stages, config.stage.nbytes, config.stage.x
+    STAGING, FULL, EMPTY = config.layout.staging, config.layout.full, config.layout.empty
     HALF = TOKENS // 2                      # token rows that each block of the pair loads; whole 8-row swizzle atoms
     WARPS = GROUPS * 4                      # consumers; the producer is warp WARPS
     ARRIVALS = WARPS * CLUSTER
     SLOT = GROUPS * 128 * (TOKENS // 2) * 4                     # bytes of scratch a block
-    _, mma, drain, _ = make_wgmma(TOKENS, 1, 0, 0)
-    save, load, store, store_gated = make_tile(TOKENS)
-    activation = hopper_gemm_gated.make_activation(TOKENS)
-    GATED, COLUMNS, STAGING = config.gated, config.columns, config.staging
+    BOTH = 3                                # mask of the cluster's blocks
+    CONSUMERS = int(NamedBarrier.CONSUMERS)
+    _, mma, drain = make_product(TOKENS, 1, 0, 0)
+    save, load = make_handover(TOKENS)
+    store = make_store(TOKENS, config.gated)
+    activated = activation.make_activation(TOKENS)
+    GATED, COLUMNS, CHUNK_BYTES = config.gated, config.columns, config.chunk_bytes
+    inline = cuda.jit(device=True, inline="always")
+
+    @inline
+    def load_x(stage_at, x_map, k, row, rank, full, policy):
+        """This block's half of a slice of x, for both."""
+        tma_multicast(stage_at + X_AT + rank * (HALF * ROW_BYTES), x_map, k * 64, row, full, BOTH, policy)
+
+    @inline
+    def produce(ring, x_map, w_map, M, pairs, columns, steps, rank, whole, split_from, first, end, clusters):
+        """Fill the ring, by one thread, across tile boundaries."""
+        w_policy, x_policy = evict_first(), evict_last()
+        if M > TOKENS:                                                    # W is read again for the next tile of tokens
+            w_policy = evict_normal()
+        stage = i32(0)
+        phase = i32(1)                                                    # a fresh barrier's previous phase is over
+        ahead = i32(0)                                                    # stages filled before the first wait
+        while whole < split_from or end > first:
+            tile, k, stop, whole, end = next_work_tile(whole, split_from, first, end, steps, clusters)
+            pair, column = tile_coordinates(tile, pairs, columns)
+            w_row = (pair * CLUSTER + rank) * WEIGHTS
+            x_row = column * TOKENS + rank * HALF
+            if ahead == 0:
+                # The first W of every stage does not wait for the previous kernel; x does.
+                ahead = min(i32(STAGES), i32(stop - k))
+                for s in range(ahead):
+                    mbar_expect(ring + FULL + s * 8, STAGE)
+                    tma_load(ring + s * STAGE, w_map, (k + s) * 64, w_row, ring + FULL + s * 8, w_policy)
+                pdl_wait()
+                for s in range(ahead):
+                    load_x(ring + s * STAGE, x_map, k + s, x_row, rank, ring + FULL + s * 8, x_policy)
+                k = i32(k + ahead)
+                stage = ahead
+                if stage == STAGES:
+                    stage = i32(0)
+                    phase = i32(0)
+            while k < stop:
+                mbar_wait(ring + EMPTY + stage * 8, phase)
+                full = ring + FULL + stage * 8
+                mbar_expect(full, STAGE)
+                tma_load(ring + stage * STAGE, w_map, k * 64, w_row, full, w_policy)
+                load_x(ring + stage * STAGE, x_map, k, x_row, rank, full, x_policy)
+                k = i32(k + 1)
+                stage, phase = next_stage(stage, phase, STAGES)
+
+    @inline
+    def write_offset(warp, lane):
+        """Where, in a chunk to transpose, this lane writes its row.
+
+        Lane 8q + r writes row (token) r of the q-th 8 x 8 matrix: tokens 0 to 7 of 16 for q < 2, weights 0 to 7 for even
+        q. 16-byte pieces of a row are swizzled as TMA expects.
+        """
+        if GATED:                                                         # rows of 64 bytes, one matrix is eight columns
+            return i32(lane * 64 + (((warp & 3) ^ ((lane >> 1) & 3)) << 4))
+        piece = (warp & 3) * 2 + ((lane >> 3) & 1)
+        return i32(((lane >> 4) * 8 + (lane & 7)) * 128 + ((piece ^ (lane & 7)) << 4))
+
+    @inline
+    def take_over(own, own_flag, k, lane):
+        """The sums to go on from: the predecessor's where k > 0, or zeros."""
+        flag = own_flag - u64(CLUSTER * WARPS * 4)
+        if k > 0:
+            await_flag(flag, 1)
+        tile = load(own - u64(CLUSTER * SLOT), k)
+        if k > 0:
+            lower_flag_of_warp(flag, lane)
+        return tile
+
+    @inline
+    def write(tile, staging, lane_at, barrier, leader, y_map, y_tail, weight, token, lane):
+        """The epilogue: r(tile), or its activation, into y."""
+        if GATED:
+            store(activated(tile, (lane & 16) != 0), staging, lane_at, barrier, leader, y_map, y_tail, weight, token)
+        else:
+            store(tile, staging, lane_at, barrier, leader, y_map, y_tail, weight, token)
 
     def hopper_gemm_wide(x_map, w_map, y_map, y_tail, M, N, K, scratch, flags):
         ring = (smem_addr(cuda.shared.array(0, types.uint8)) + 1023) & ~1023
-        staging = ring + STAGES * SB
-        full = staging + STAGING
-        empty = full + STAGES * 8
         tid = cuda.threadIdx.x
         warp = uniform(tid >> 5)
         lane = tid & 31
@@ -350,111 +376,57 @@ def kernel(config: Config) -> Kernel:
         steps = i32(K >> 6)
         pairs = i32((N + CLUSTER * WEIGHTS - 1) // (CLUSTER * WEIGHTS))
         columns = i32((M + TOKENS - 1) // TOKENS)
-        tiles = i32(pairs * columns)
         cluster = i32(cuda.blockIdx.x >> 1)
         clusters = i32(cuda.gridDim.x >> 1)
-        alone, first, end = shares(tiles, steps, cluster, clusters)
+        split_from, first, end = cluster_range(i32(pairs * columns), steps, cluster, clusters)
         whole = cluster
         if tid == 0:
             for s in range(STAGES):
-                mbar_init(full + s * 8, 1)
-                mbar_init(empty + s * 8, ARRIVALS)
-            mbar_init(empty + STAGES * 8, ARRIVALS)
+                mbar_init(ring + FULL + s * 8, 1)
+                mbar_init(ring + EMPTY + s * 8, ARRIVALS)
+            mbar_init(ring + EMPTY + STAGES * 8, ARRIVALS)
             mbar_fence()
         cluster_sync()
         pdl_launch()
 
-        stage = i32(0)
         if warp >= WARPS:
             fewer_registers()
             if tid == WARPS * 32:
-                once, again = evict_first(), evict_last()
-                if M > TOKENS:                                            # W is read again for the next tile of tokens
-                    once = evict_normal()
-                phase = i32(1)                                            # a fresh barrier's previous phase is over
-                lap = i32(0)
-                while whole < alone or end > first:
-                    tile, k, stop, whole, end = next_part(whole, alone, first, end, steps, clusters)
-                    pair, column = place(tile, pairs, columns)
-                    w_row = (pair * CLUSTER + rank) * WEIGHTS
-                    x_row = column * TOKENS + rank * HALF
-                    if lap == 0:
-                        # First lap: weights do not depend on the previous kernel, x does.
-                        lap = min(i32(STAGES), i32(stop - k))
-                        for s in range(lap):
-                            mbar_expect(full + s * 8, SB)
-                            tma_load(ring + s * SB, w_map, (k + s) * 64, w_row, full + s * 8, once)
-                        pdl_wait()
-                        for s in range(lap):
-                            tma_multicast(ring + s * SB + WS + rank * (HALF * 128), x_map, (k + s) * 64, x_row,
-                                          full + s * 8, 3, again)
-                        k = i32(k + lap)
-                        stage = lap
-                        if stage == STAGES:
-                            stage = i32(0)
-                            phase = i32(0)
-                    while k < stop:
-                        mbar_wait(empty + stage * 8, phase)
-                        bar = full + stage * 8
-                        mbar_expect(bar, SB)
-                        tma_load(ring + stage * SB, w_map, k * 64, w_row, bar, once)
-                        tma_multicast(ring + stage * SB + WS + rank * (HALF * 128), x_map, k * 64, x_row, bar, 3, again)
-                        k = i32(k + 1)
-                        stage = i32(stage + 1)
-                        if stage == STAGES:
-                            stage = i32(0)
-                            phase = i32(phase ^ 1)
+                produce(ring, x_map, w_map, M, pairs, columns, steps, rank, whole, split_from, first, end, clusters)
         else:
             more_registers()
             # Consumers touch x only through the ring, and write only after a slice of it: after the producer's wait.
-            a_first = ring + (warp >> 2) * (64 * 128)
-            b_first = ring + WS
-            phase = i32(0)
-            before = i32(STAGES)                                          # at first a barrier that nobody waits for
+            group = warp >> 2
+            w_at = ring + group * (64 * ROW_BYTES)
             own = scratch + u64(cuda.blockIdx.x) * u64(SLOT) + u64(tid * 16)
             own_flag = flags + u64((cuda.blockIdx.x * WARPS + warp) * 4)
-            group = warp >> 2
-            # Lane 8q + r writes row (token) r of the q-th 8 x 8 matrix: tokens 0 to 7 of 16 for q < 2, weights 0 to 7
-            # for even q. 16-byte pieces of a row are swizzled as TMA expects.
-            piece = (warp & 3) * 2 + ((lane >> 3) & 1)
-            lane_at = i32(((lane >> 4) * 8 + (lane & 7)) * 128 + ((piece ^ (lane & 7)) << 4))
-            if GATED:                                                     # rows of 64 bytes, one matrix is eight columns
-                lane_at = i32(lane * 64 + (((warp & 3) ^ ((lane >> 1) & 3)) << 4))
+            lane_at = write_offset(warp, lane)
             leader = i32(1) if tid & 127 == 0 else i32(0)
-            room = staging + group * (2 * CHUNK * COLUMNS * 2)
-            while whole < alone or end > first:
-                tile, k, stop, whole, end = next_part(whole, alone, first, end, steps, clusters)
-                pair, column = place(tile, pairs, columns)
-                flag = own_flag - u64(CLUSTER * WARPS * 4)
-                if k > 0:
-                    await_flag(flag)
-                acc = load(own - u64(CLUSTER * SLOT), k)                  # zeros, or go on from the predecessor's sums
-                if k > 0:
-                    lower_flag(flag, lane)
+            staging = ring + STAGING + group * (2 * CHUNK_BYTES)
+            stage = i32(0)
+            phase = i32(0)
+            before = i32(STAGES)                                          # at first a barrier that nobody waits for
+            while whole < split_from or end > first:
+                tile, k, stop, whole, end = next_work_tile(whole, split_from, first, end, steps, clusters)
+                pair, column = tile_coordinates(tile, pairs, columns)
+                sums = take_over(own, own_flag, k, lane)
                 while k < stop:
-                    mbar_wait(full + stage * 8, phase)
-                    acc = mma(acc, a_first + stage * SB, b_first + stage * SB)
+                    mbar_wait(ring + FULL + stage * 8, phase)
+                    sums = mma(sums, w_at + stage * STAGE, ring + X_AT + stage * STAGE)
                     if lane < CLUSTER:                                    # the previous stage has been read
-                        mbar_arrive_at(empty + before * 8, lane)
+                        mbar_arrive_at(ring + EMPTY + before * 8, lane)
                     before = stage
                     k = i32(k + 1)
-                    stage = i32(stage + 1)
-                    if stage == STAGES:
-                        stage = i32(0)
-                        phase = i32(phase ^ 1)
-                acc = drain(acc)
+                    stage, phase = next_stage(stage, phase, STAGES)
+                sums = drain(sums)
                 if stop == steps:
                     weight = ((pair * CLUSTER + rank) * GROUPS + group) * COLUMNS
-                    if GATED:
-                        store_gated(activation(acc, (lane & 16) != 0), room, lane_at, group + 1, leader, y_map, y_tail,
-                                    weight, column * TOKENS)
-                    else:
-                        store(acc, room, lane_at, group + 1, leader, y_map, y_tail, weight, column * TOKENS)
+                    write(sums, staging, lane_at, CONSUMERS + group, leader, y_map, y_tail, weight, column * TOKENS, lane)
                 else:
-                    save(acc, own)
-                    raise_flag(own_flag, lane)
+                    save(sums, own)
+                    raise_flag_of_warp(own_flag, lane)
             if leader:
-                stores_done()
+                tma_stores_done()
         cluster_sync()                      # a block must not exit while the other still signals its barriers
 
     return Kernel(hopper_gemm_wide, SIGNATURE, threads=THREADS, smem=config.smem, cluster=CLUSTER)
@@ -474,7 +446,10 @@ class Scratch:
 
 
 class Plan:
-    """y[:rows] = r(x[:rows] W^T), or its activation if gated, bound to its arrays; see ``hopper_gemm.Plan``."""
+    """y[:rows] = r(x[:rows] W^T), or its activation if gated, bound to its arrays; see ``narrow.Plan``.
+
+    x [>= rows, K], weight [N, K], y [>= rows, N] or, gated, [>= rows, N / 2]. scratch: launches that share it must not overlap.
+    """
 
     name = "own:wide"
 
@@ -482,7 +457,7 @@ class Plan:
         (n, k) = weight.shape
         reason = refusal(rows, n, k, multiprocessors=multiprocessors)
         if reason:
-            raise ValueError(f"hopper_gemm_wide does not do {n} x {k} at {rows} rows: {reason}")
+            raise ValueError(f"the GEMM for many rows does not do {n} x {k} at {rows} rows: {reason}")
         self.config = config = choose(rows, gated)
         self.kernel = kernel(config)
         self.grid = config.grid(rows, n, multiprocessors)

@@ -1,7 +1,7 @@
 """Tensor-core, async-copy and warp instructions as Numba intrinsics, one PTX statement each.
 
 ``ptx(name, ret, args, text, constraints)`` makes an intrinsic. Operand types are scalars or ``(type, n)``: n registers,
-a tuple in Python. Under the simulator (``NUMBA_ENABLE_CUDASIM=1``) the same names come from ``ptx_sim``, in
+a tuple in Python. Under the simulator (``NUMBA_ENABLE_CUDASIM=1``) the same names come from ``sim.ptx``, in
 plain Python.
 
 Shared-memory addresses are int32 throughout: in Numba uint32 + uint32 is uint64 and uint64 + int64 is float64, so

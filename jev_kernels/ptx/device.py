@@ -13,6 +13,9 @@ from numba.cuda import types
 from numba.cuda.core import targetconfig
 from numba.cuda.extending import intrinsic
 
+from jev_kernels.ptx import generated
+from jev_kernels.ptx.waits import until
+
 f32, i32, u16, u32, i64, u64, void = (
     types.float32, types.int32, types.uint16, types.uint32, types.int64, types.uint64, types.void)
 LL = {f32: ir.FloatType(), i32: ir.IntType(32), u32: ir.IntType(32), i64: ir.IntType(64), u64: ir.IntType(64),
@@ -24,7 +27,7 @@ def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
 
     ret and each of args is a scalar type or a (type, n) pair: n registers, a tuple in Python. Operands are numbered
     results first. Numba casts arguments to ``args`` by itself. sim: a Python function that stands for the instruction
-    under the simulator, which uses ``ptx_sim.ptx`` in place of this. since: the first compute capability that has it;
+    under the simulator, which uses ``sim.ptx.ptx`` in place of this. since: the first compute capability that has it;
     a statement without a result is left out below (the hints of programmatic dependent launch, on sm_80).
     """
     def flat(t):
@@ -56,10 +59,9 @@ def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
             return context.make_tuple(builder, sig.return_type, [builder.extract_value(out, i) for i in range(ret[1])])
         return out
 
-    scope = {"sig": numba_type(ret)(*map(numba_type, args)), "codegen": codegen}
-    params = "".join(f", a{i}" for i in range(len(args)))
-    exec(f"def {name}(typingctx{params}): return sig, codegen", scope)
-    return intrinsic(scope[name])
+    parameters = "".join(f", a{i}" for i in range(len(args)))
+    return intrinsic(generated.function(f"def {name}(typingctx{parameters}):\n    return signature, codegen\n",
+                                        signature=numba_type(ret)(*map(numba_type, args)), codegen=codegen))
 
 
 # ---------------------------------------------------------------- addresses
@@ -83,10 +85,8 @@ def gmem_addr(typingctx, array):
     return u64(array), codegen
 
 
-# ---------------------------------------------------------------- matrix fragments (sm_80)
-# D[16x8] += A[16x16] B[16x8], float32 accumulators. With g = lane / 4, t = lane % 4:
-#   D: d0, d1 = row g, columns 2t, 2t+1; d2, d3 = row g + 8.
-#   A: a0 = row g, k 2t, 2t+1; a1 = row g + 8; a2, a3 the same at k + 8.   B: b0 = k 2t, 2t+1, column g; b1: k + 8.
+# ---------------------------------------------------------------- matrices of a warp (sm_80), see ``ptx.fragments``
+# D[16x8] += A[16x16] B[16x8], float32 accumulators
 _MMA = " {$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};"
 mma = ptx("mma", (f32, 4), ((f32, 4), (u32, 4), u32, u32),
           "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" + _MMA,
@@ -94,7 +94,6 @@ mma = ptx("mma", (f32, 4), ((f32, 4), (u32, 4), u32, u32),
 mma16 = ptx("mma16", (f32, 4), ((f32, 4), (u32, 4), u32, u32),                    # the same with float16 operands
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" + _MMA,
             "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r", pure=True)
-# TF32: A[16x8]: a0 = row g, k t; a1 = row g + 8; a2, a3 the same at k + 4.   B[8x8]: b0 = k t, column g; b1: k + 4.
 mma_tf32 = ptx("mma_tf32", (f32, 4), ((f32, 4), (u32, 4), u32, u32),
                "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32" + _MMA,
                "=f,=f,=f,=f,f,f,f,f,r,r,r,r,r,r", pure=True)
@@ -103,6 +102,10 @@ ldsm = ptx("ldsm", (u32, 4), (i32,),
            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r")
 ldsm_t = ptx("ldsm_t", (u32, 4), (i32,),
              "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r")
+# Four or two 8 x 8 matrices, transposed on the way; rows' addresses as for ldsm (of two: lanes 0 to 15). sm_90
+stsm4_t = ptx("stsm4_t", void, (i32, u32, u32, u32, u32),
+              "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1,$2,$3,$4};", "r,r,r,r,r")
+stsm2_t = ptx("stsm2_t", void, (i32, u32, u32), "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0], {$1,$2};", "r,r,r")
 transpose8 = ptx("transpose8", u32, (u32,), "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
 
 # ---------------------------------------------------------------- conversions and fast functions
@@ -169,9 +172,18 @@ ldg_u16_if = ptx("ldg_u16_if", u16, (u64, i32),                    # 0, and no a
                  "{ .reg .pred p; setp.gt.s32 p, $2, 0; mov.b16 $0, 0; @p ld.global.b16 $0, [$1]; }", "=h,l,r")
 stg_u16_if = ptx("stg_u16_if", void, (u64, u16, i32),
                  "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p st.global.b16 [$0], $1; }", "l,h,r")
+stg_bf16x2_if = ptx("stg_bf16x2_if", void, (u64, f32, f32, i32, i32),   # two floats as BF16, where $3 > $4
+                    "{ .reg .pred p; .reg .b32 v; setp.gt.s32 p, $3, $4; cvt.rn.bf16x2.f32 v, $2, $1;"
+                    " @p st.global.b32 [$0], v; }", "l,f,f,r,r")
 stg_u16 = ptx("stg_u16", void, (u64, u16), "st.global.b16 [$0], $1;", "l,h")
 stg = ptx("stg", void, (u64, f32), "st.global.f32 [$0], $1;", "l,f")
 stg2 = ptx("stg2", void, (u64, f32, f32), "st.global.v2.f32 [$0], {$1,$2};", "l,f,f")
+stg4 = ptx("stg4", void, (u64, f32, f32, f32, f32), "st.global.v4.f32 [$0], {$1,$2,$3,$4};", "l,f,f,f,f")
+# Zeros, and no access, where $5 is 0; past L1, for what another block has written. Predicated, as ptxas serialises wgmmas
+# that follow a branch (C7515).
+ldg4_if = ptx("ldg4_if", (f32, 4), (u64, i32),
+              "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; mov.f32 $2, 0f00000000;"
+              " mov.f32 $3, 0f00000000; @p ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4]; }", "=&f,=&f,=&f,=&f,l,r")
 stg_u32 = ptx("stg_u32", void, (u64, u32), "st.global.b32 [$0], $1;", "l,r")
 stg_u32x2 = ptx("stg_u32x2", void, (u64, (u32, 2)), "st.global.v2.b32 [$0], {$1,$2};", "l,r,r")
 stg_u32x4 = ptx("stg_u32x4", void, (u64, (u32, 4)), "st.global.v4.b32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r")
@@ -192,8 +204,12 @@ mbar_init = ptx("mbar_init", void, (i32, i32), "mbarrier.init.shared::cta.b64 [$
 mbar_fence = ptx("mbar_fence", void, (), "fence.mbarrier_init.release.cluster;", "")
 mbar_expect = ptx("mbar_expect", void, (i32, i32), "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "r,r")
 mbar_arrive = ptx("mbar_arrive", void, (i32,), "mbarrier.arrive.shared::cta.b64 _, [$0];", "r")
-mbar_wait = ptx("mbar_wait", void, (i32, i32),                     # (barrier, parity); labels are local to { }
-                "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W; }", "r,r")
+mbar_wait = ptx("mbar_wait", void, (i32, i32),                     # (barrier, parity); traps after some seconds
+                until("mbarrier.try_wait.parity.shared::cta.b64 ready, [$0], $1;"), "r,r")
+# The same without a limit, for consumers that have no register to spare for a clock. Only where a producer of the block
+# waits, with the limit, for what this thread does after it: then that wait ends this one.
+mbar_wait_covered = ptx("mbar_wait_covered", void, (i32, i32),
+                        "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W; }", "r,r")
 # The same barrier in CTA $1 of the cluster. Do NOT spell out `.release.cluster`: ptxas then puts a MEMBAR.ALL.GPU
 # before every arrival. Nothing needs publishing by it: consumers only read, and wgmma.wait_group has said that the
 # reads are over.
@@ -208,6 +224,7 @@ mbar_arrive_lane0 = ptx("mbar_arrive_lane0", void, (i32, i32),     # (barrier, l
                         " @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", "r,r")
 evict_first = ptx("evict_first", u64, (), "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "=l")
 evict_last = ptx("evict_last", u64, (), "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l")
+evict_normal = ptx("evict_normal", u64, (), "createpolicy.fractional.L2::evict_normal.b64 $0, 1.0;", "=l")
 prefetch_tensormap = ptx("prefetch_tensormap", void, (u64,), "prefetch.tensormap [$0];", "l")
 _TMA = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 #                                  dst  map  col  row  bar  policy
@@ -216,19 +233,25 @@ tma_load = ptx("tma_load", void, (i32, u64, i32, i32, i32, u64),
 tma_multicast = ptx("tma_multicast", void, (i32, u64, i32, i32, i32, u16, u64),         # ... mask of CTAs, policy
                     _TMA + ".multicast::cluster.L2::cache_hint [$0], [$1, {$2, $3}], [$4], $5, $6;",
                     "r,l,r,r,r,h,l")
-tma_prefetch = ptx("tma_prefetch", void, (u64, i32, i32),          # a box into L2
-                   "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [$0, {$1, $2}];", "l,r,r")
-tma_store = ptx("tma_store", void, (i32, u64, i32, i32),
-                "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$1, {$2, $3}], [$0];", "r,l,r,r")
-tma_store_wait = ptx("tma_store_wait", void, (),
-                     "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;", "")
+# (whether, map, column, row, from): a box as a group of its own
+tma_store_if = ptx("tma_store_if", void, (i32, u64, i32, i32, i32),
+                   "{ .reg .pred p; setp.ne.s32 p, $0, 0;"
+                   " @p cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [$1, {$2, $3}], [$4];"
+                   " @p cp.async.bulk.commit_group; }", "r,l,r,r,r")
+# (whether): until all, or all but the latest, of this thread's stores have read shared memory; until they are complete
+tma_stores_read_if = ptx("tma_stores_read_if", void, (i32,),
+                         "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read 0; }", "r")
+tma_stores_read_but_one_if = ptx("tma_stores_read_but_one_if", void, (i32,),
+                                 "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p cp.async.bulk.wait_group.read 1; }", "r")
+tma_stores_done = ptx("tma_stores_done", void, (), "cp.async.bulk.wait_group 0;", "")
 bulk = ptx("bulk", void, (i32, u64, i32, i32),                     # (dst, src, bytes, barrier): contiguous
            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "r,l,r,r")
 fence_async = ptx("fence_async", void, (), "fence.proxy.async.shared::cta;", "")   # ordinary accesses <-> TMA, wgmma
+fence_global = ptx("fence_global", void, (), "fence.proxy.async.global;", "", since=(9, 0))      # ... in device memory
 
 # ---------------------------------------------------------------- warps, barriers, registers, dependent launches
 uniform = ptx("uniform", i32, (i32,), "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r")   # so ptxas knows it
-pick = ptx("pick", i32, (i32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")   # (value, lane)
+shfl_idx_i32 = ptx("shfl_idx_i32", i32, (i32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r")
 shfl_xor = ptx("shfl_xor", f32, (f32, i32), "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
 shfl_idx = ptx("shfl_idx", f32, (f32, i32), "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
 shfl_up = ptx("shfl_up", f32, (f32, i32), "shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "=f,f,r")  # own below lane n

@@ -305,8 +305,8 @@ def gated_rms_norm(stream, o, z, weight, y, counts, eps: float, pdl: bool = Fals
     heads = width // HEAD
     if capacity:
         gated_kernel(aligned(o, z, weight, y))(
-            stream, (-(-heads // (GATED_THREADS // 16)), capacity), o.address, o.strides[0], z.address, z.strides[0], weight.address, y.address, y.strides[0],
-            heads, live(counts, ROWS), eps, pdl=pdl)
+            stream, (-(-heads // (GATED_THREADS // 16)), capacity), o.address, o.strides[0], z.address, z.strides[0],
+            weight.address, y.address, y.strides[0], heads, live(counts, ROWS), eps, pdl=pdl)
 
 
 def kernels() -> dict:

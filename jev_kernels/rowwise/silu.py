@@ -2,8 +2,8 @@
 
     a = r(silu(g)),  y = r(a * u)        silu(x) = x / (1 + exp(-x))
 
-gate_up [rows, 2 width]: TURN columns of g, as many of u, and so on in turn; y [rows, width]; BF16 (uint16), rows any
-stride apart. float32 between the two roundings. In turns of four a 16-byte access brings values of g and the u that
+gate_up [rows, 2 width]: INTERLEAVE columns of g, as many of u, and so on; y [rows, width]; BF16 (uint16), rows any
+stride apart. float32 between the two roundings. Four by four a 16-byte access brings values of g and the u that
 belong to them, and our GEMMs, which hold neighbouring columns in one warp, can do this in their last step
 (``silu_mul_pair``).
 
@@ -28,7 +28,7 @@ from numba.cuda import types
 from jev_kernels import bf16, ptx
 from jev_kernels.pool import ROWS
 from jev_kernels.ptx import f32, i32, u32, u64
-from jev_kernels.reference import TURN
+from jev_kernels.reference import INTERLEAVE
 from jev_kernels.runtime import cubin
 from jev_kernels.runtime.launch import Kernel, aligned, live, view
 
@@ -77,18 +77,18 @@ def silu_mul_kernel(vector: bool) -> Kernel:
         if vector:
             ptx.stg_u32x2(y_at, (a, b))
         else:
-            store8(y_at, (a, b, u32(0), u32(0)), i32(TURN))
+            store8(y_at, (a, b, u32(0), u32(0)), i32(INTERLEAVE))
 
     def silu_mul_kernel(x_at, x_ld, y_at, y_ld, count, width):
         ptx.pdl_launch()
         row = i32(cuda.blockIdx.y)
         piece = i32(i32(cuda.blockIdx.x) * i32(2 * THREADS) + i32(cuda.threadIdx.x))
-        pieces = i32(width // TURN)
+        pieces = i32(width // INTERLEAVE)
         if row >= ptx.ldg_i32(count) or piece >= pieces:
             return
         ptx.pdl_wait()
-        x_at = x_at + u64((row * x_ld + piece * 2 * TURN) * 2)
-        y_at = y_at + u64((row * y_ld + piece * TURN) * 2)
+        x_at = x_at + u64((row * x_ld + piece * 2 * INTERLEAVE) * 2)
+        y_at = y_at + u64((row * y_ld + piece * INTERLEAVE) * 2)
         first = load8_once(x_at, i32(8))
         second = first
         if piece + THREADS < pieces:
@@ -103,7 +103,7 @@ def silu_mul_kernel(vector: bool) -> Kernel:
 def silu_mul(stream, gate_up, y, counts, pdl: bool = False) -> None:
     """y[:n] = r(r(silu(gate)) * up), n = counts[ROWS].
 
-    gate_up uint16 [capacity, 2 width], y uint16 [capacity, width], any row strides, width a multiple of TURN. Raises
+    gate_up uint16 [capacity, 2 width], y uint16 [capacity, width], any row strides, width a multiple of INTERLEAVE. Raises
     ValueError naming the argument that does not fit.
     """
     y = view("y", y, np.uint16, None, None)
@@ -111,11 +111,11 @@ def silu_mul(stream, gate_up, y, counts, pdl: bool = False) -> None:
     x = view("gate_up", gate_up, np.uint16, capacity, 2 * width)
     if capacity > MAX_ROWS:
         raise ValueError(f"y must have at most {MAX_ROWS} rows, not {capacity}")
-    if width % TURN:
-        raise ValueError(f"y must have a multiple of {TURN} columns, not {width}")
+    if width % INTERLEAVE:
+        raise ValueError(f"y must have a multiple of {INTERLEAVE} columns, not {width}")
     if capacity and width:
         silu_mul_kernel(aligned(x, y))(
-            stream, (-(-width // (2 * TURN * THREADS)), capacity), x.address, x.strides[0], y.address, y.strides[0],
+            stream, (-(-width // (2 * INTERLEAVE * THREADS)), capacity), x.address, x.strides[0], y.address, y.strides[0],
             live(counts, ROWS), width, pdl=pdl)
 
 

@@ -14,6 +14,7 @@ Source: the CUDA driver API manual; figures for the staging copy are in ``Upload
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,25 +24,16 @@ from pathlib import Path
 
 import numpy as np
 from numba import cuda
+from numba.cuda.core import config
 
+from jev_kernels.runtime.errors import DeviceError, NoDevice, OutOfMemory  # noqa: F401  part of this module's surface
 from jev_kernels.runtime.launch import check, stream_address
 
 ALIGNMENT = 256                       # bytes; what cuMemAlloc gives, and more than TMA (16) or a 16-byte access asks
+HOPPER = (9, 0)                       # the compute capability with wgmma, TMA and clusters as they are used here
 MINIMUM_CC = (8, 0)                   # mma with BF16 operands and cp.async
 MINIMUM_CUDA = 12000                  # of the driver: sm_90 and cuLaunchKernelEx
 _PEAK = 0                             # bytes in use on the device, the most that any look has seen
-
-
-class DeviceError(RuntimeError):
-    """Something about the GPU that the person who runs the program has to know."""
-
-
-class NoDevice(DeviceError):
-    """There is no GPU that the kernels can use; the message says what is missing."""
-
-
-class OutOfMemory(DeviceError):
-    """The GPU has too little free memory; the message says how much is needed and how much is free."""
 
 
 # ---------------------------------------------------------------- discovery
@@ -60,12 +52,18 @@ class Device:
     @property
     def hopper(self) -> bool:
         """Whether wgmma, TMA and clusters exist here (sm_90a code runs on compute capability 9.0 only)."""
-        return self.compute_capability == (9, 0)
+        return self.compute_capability == HOPPER
 
     def __str__(self) -> str:
         return (f"{self.name} (sm_{self.compute_capability[0]}{self.compute_capability[1]}, {self.multiprocessors} "
                 f"multiprocessors, {self.memory_bytes / 1e9:.0f} GB, driver {self.driver_version}, "
                 f"CUDA {self.cuda_version[0]}.{self.cuda_version[1]})")
+
+
+@functools.lru_cache(maxsize=None)
+def on_hopper() -> bool:
+    """Whether the current device has wgmma, TMA and clusters: compute capability 9.0, and no simulator."""
+    return not config.ENABLE_CUDASIM and tuple(cuda.get_current_device().compute_capability) == HOPPER
 
 
 def find_device(index: int = 0) -> Device:
@@ -356,7 +354,7 @@ def _address(target, host: np.ndarray | None = None) -> int:
     return info["data"][0]
 
 
-def slabs(array: np.ndarray, limit: int):
+def parts_of(array: np.ndarray, limit: int):
     """Cut an array along its first axis (further ones if need be) into parts of at most ``limit`` bytes, in order."""
     if array.ndim == 0 or array.nbytes <= limit:
         if array.nbytes:
@@ -365,18 +363,18 @@ def slabs(array: np.ndarray, limit: int):
     row = array.nbytes // len(array)
     if row > limit:
         for part in array:
-            yield from slabs(part, limit)
+            yield from parts_of(part, limit)
     else:
         step = limit // row
         for i in range(0, len(array), step):
             yield array[i:i + step]
 
 
-def turns(arrays: list[np.ndarray], turn: int, limit: int):
-    """Cut arrays of one shape into tuples of parts [n, turn, ...], one of each, of at most ``limit`` bytes or one turn."""
-    if len({a.shape for a in arrays}) != 1 or len(arrays[0]) % turn:
-        raise ValueError(f"chunks of {[a.shape for a in arrays]} cannot take turns of {turn} rows")
-    arrays = [a.reshape(-1, turn, *a.shape[1:]) for a in arrays]
+def interleaved(arrays: list[np.ndarray], interleave: int, limit: int):
+    """Cut arrays of one shape into tuples of parts [n, interleave, ...], one of each, of at most ``limit`` bytes or n = 1."""
+    if len({a.shape for a in arrays}) != 1 or len(arrays[0]) % interleave:
+        raise ValueError(f"chunks of {[a.shape for a in arrays]} cannot be interleaved by {interleave} rows")
+    arrays = [a.reshape(-1, interleave, *a.shape[1:]) for a in arrays]
     step = max(1, limit // sum(a[0].nbytes for a in arrays))
     for i in range(0, len(arrays[0]), step):
         yield tuple(a[i:i + step] for a in arrays)
@@ -397,15 +395,15 @@ class Uploader:
         self.stream = Stream()
         self.buffers = [pinned(buffer_bytes) for _ in range(buffers)]
         self.done = [Event(timing=False).record(self.stream) for _ in range(buffers)]
-        self.turn = 0                             # the buffer being filled
+        self.filling = 0                          # the buffer being filled
         self.used = 0                             # bytes of it
         self.copies: list = []                    # (device address, offset, bytes): what goes where from that buffer
         self.futures: list = []                   # host copies into it
         self.sealed = None                        # the buffer before: full, host copies perhaps still running
 
     def upload(self, dst, chunks: Iterable[np.ndarray], progress: Callable[[int], None] | None = None,
-               turn: int = 0) -> None:
-        """Write ``chunks``, one after another or ``turn`` rows of each in turn, over the whole of ``dst`` (contiguous
+               interleave: int = 0) -> None:
+        """Write ``chunks``, one after another or interleaved by so many rows of each, over the whole of ``dst`` (contiguous
         device array).
 
         The sources must stay readable until ``finish``. progress(n): called as n bytes more are on their way.
@@ -418,7 +416,8 @@ class Uploader:
         held = sum(chunk.nbytes for chunk in chunks)
         if held != dst.nbytes:
             raise ValueError(f"the chunks hold {held} bytes, the device array {dst.shape} has {dst.nbytes}")
-        for parts in turns(chunks, turn, limit) if turn else ((part,) for chunk in chunks for part in slabs(chunk, limit)):
+        one_by_one = ((part,) for chunk in chunks for part in parts_of(chunk, limit))
+        for parts in interleaved(chunks, interleave, limit) if interleave else one_by_one:
             nbytes = sum(part.nbytes for part in parts)
             self._stage(at, parts, nbytes)
             at += nbytes
@@ -430,7 +429,7 @@ class Uploader:
         if self.used + nbytes > self.limit:
             self._seal()
         offset, first = self.used, parts[0]
-        target = self.buffers[self.turn][offset:offset + nbytes].view(first.dtype)
+        target = self.buffers[self.filling][offset:offset + nbytes].view(first.dtype)
         target = target.reshape(len(first), len(parts), *first.shape[1:])
         for i, part in enumerate(parts):
             self._copy(target[:, i], part)
@@ -454,21 +453,21 @@ class Uploader:
     def _seal(self) -> None:
         """The current buffer is full: send the one before it, and wait until the next one is free."""
         self._send()
-        self.sealed = (self.turn, self.copies, self.futures)
-        self.turn, self.used, self.copies, self.futures = (self.turn + 1) % len(self.buffers), 0, [], []
-        self.done[self.turn].synchronize()
+        self.sealed = (self.filling, self.copies, self.futures)
+        self.filling, self.used, self.copies, self.futures = (self.filling + 1) % len(self.buffers), 0, [], []
+        self.done[self.filling].synchronize()
 
     def _send(self) -> None:
         if self.sealed is None:
             return
         from cuda.bindings import driver
-        (turn, copies, futures), self.sealed = self.sealed, None
+        (filled, copies, futures), self.sealed = self.sealed, None
         for future in futures:
             future.result()
-        base = self.buffers[turn].ctypes.data
+        base = self.buffers[filled].ctypes.data
         for address, offset, nbytes in copies:
             check(driver.cuMemcpyHtoDAsync(address, base + offset, nbytes, self.stream.handle))
-        self.done[turn].record(self.stream)
+        self.done[filled].record(self.stream)
 
     def finish(self) -> None:
         """Wait until everything is on the device."""

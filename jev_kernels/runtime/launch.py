@@ -16,6 +16,7 @@ from numba.cuda.core import config
 from numba.cuda.np import numpy_support
 
 from jev_kernels.runtime import cubin
+from jev_kernels.runtime.errors import driver_error
 
 if config.ENABLE_CUDASIM:
     from jev_kernels.sim import simulator
@@ -27,11 +28,10 @@ KEPT_CONFIGURATIONS = 1024          # of launches, a kernel: every row bucket ha
 
 
 def check(result: tuple):
-    """The values of a cuda.bindings call, or RuntimeError with the driver's name for what went wrong."""
+    """The values of a cuda.bindings call, or RuntimeError with the driver's name for what went wrong: DeviceLost when a
+    kernel has ended abnormally."""
     if int(result[0]):
-        from cuda.bindings import driver
-        name = driver.cuGetErrorName(result[0])[1] if isinstance(result[0], driver.CUresult) else result[0]
-        raise RuntimeError(f"CUDA: {name.decode() if isinstance(name, bytes) else name}")
+        raise driver_error(getattr(result[0], "name", str(result[0])))
     return result[1] if len(result) == 2 else result[1:]
 
 
@@ -201,10 +201,10 @@ class Kernel:
         and waits for it where it says ``pdl_wait``. Rules that make a chain of such kernels safe:
 
           - What an earlier kernel writes is read, and anything is written, behind ``pdl_wait``. Weights, tables and a
-            forward pass's metadata may be read before. (``hopper_gdn_flags`` tells of the one exception.)
+            forward pass's metadata may be read before. (``gdn.flags`` tells of the one exception.)
           - ``pdl_launch``, which lets the next kernel start, comes first, in kernels with barriers right behind their
             initialisation: blocks that wait take nothing from those that work, and the next GEMM has its weights on the
-            way when its input is ready. ``hopper_gdn_prepare`` says it behind its wait, and why.
+            way when its input is ready. ``gdn.prepare`` says it behind its wait, and why.
           - So kernels further on may be there as well. They see everything, because each waits for its predecessor's end,
             which has waited for its own: in every launch at least one thread must reach ``pdl_wait``. Those without a
             live row leave before; hence every pool has a row.
@@ -214,10 +214,8 @@ class Kernel:
         if len(args) != len(self.signature.args):
             raise TypeError(f"{self.name} takes {len(self.signature.args)} arguments, got {len(args)}")
         if config.ENABLE_CUDASIM:
-            if self.cluster > 1:
-                raise NotImplementedError(f"{self.name} runs in clusters of {self.cluster}: not simulated")
             args = [simulated_argument(t, a) for t, a in zip(self.signature.args, args)]
-            simulator.launch(self.function, grid, self.threads, self.smem, args)
+            simulator.launch(self.function, grid, self.threads, self.smem, args, self.cluster, pdl)
             return
         from cuda.bindings import driver
         handle = self.handle()

@@ -8,9 +8,13 @@ import ctypes
 from functools import lru_cache
 
 import numpy as np
+from numba.cuda.core import config
 
 from jev_kernels.runtime import device
 from jev_kernels.runtime.launch import address, check
+
+if config.ENABLE_CUDASIM:
+    from jev_kernels.sim import tma as simulated
 
 BYTES = 128                           # of a map
 BLOCK_BYTES = 1 << 16                 # of device memory, taken at a time
@@ -28,6 +32,8 @@ def encode(pointer: int, dims: tuple, strides: tuple, box: tuple) -> bytes:
     """
     if pointer % 16:
         raise ValueError("TMA reads from addresses that are multiples of 16")
+    if config.ENABLE_CUDASIM:
+        return simulated.encode(pointer, dims, strides, box)
     raw = ctypes.create_string_buffer(BYTES + 64)
     at = (ctypes.addressof(raw) + 63) & ~63
     wide, narrow, n = ctypes.c_uint64, ctypes.c_uint32, len(dims)
@@ -44,6 +50,8 @@ def place(maps: bytes) -> int:
     """Device address of some maps. They are written once and stay for good: graphs hold on to addresses, and a map that
     took the place of another might be served from the GPU's cache of descriptors as the old one ("an illegal instruction
     was encountered")."""
+    if config.ENABLE_CUDASIM:
+        return simulated.place(maps)
     if maps not in _placed:
         if not _arenas or _arenas[-1].used + device.padded(len(maps)) > _arenas[-1].nbytes:
             _arenas.append(device.Arena(BLOCK_BYTES, "tensor maps"))

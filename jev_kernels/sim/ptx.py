@@ -1,11 +1,11 @@
 """The names of ``jev_kernels.ptx`` in plain Python, for ``jev_kernels.sim.simulator``.
 
 A warp-wide instruction is computed by the last of the 32 lanes to arrive, from the registers of all, with the layout of
-fragments that the hardware has. cp.async delivers at the wait that guarantees it, not before. mbarriers count arrivals
-and bytes. Tensor maps, wgmma and clusters are not simulated: kernels that use them say NotImplementedError, unless the
-instruction's maker gave ``ptx`` a Python function that stands for it.
+fragments that the hardware has. cp.async delivers at the wait that guarantees it, not before. mbarriers are in
+``barriers``, TMA in ``tma``, wgmma in ``wgmma``. What is not simulated says NotImplementedError, unless the instruction's
+maker gave ``ptx`` a Python function that stands for it.
 
-Source: the PTX ISA manual, for the layout of fragments.
+Source: the PTX ISA manual; fragments as in ``jev_kernels.ptx.fragments``.
 """
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ import threading
 
 import numpy as np
 from numba.cuda import types
-from numba.cuda.simulator import kernel as numba_simulator
 
-from jev_kernels.sim.races import joined as _joined
+from jev_kernels.ptx import fragments as _fragments
+from jev_kernels.sim import simulator as _simulator
+from jev_kernels.sim.barriers import (  # noqa: F401
+    arrive as _arrive,
+    barrier_at as _barrier,
+    complete_bytes as _complete_bytes,
+    mbar_init,
+    mbar_wait,
+)
+from jev_kernels.sim.races import IN_GLOBAL as _IN_GLOBAL, IN_SHARED as _IN_SHARED
 from jev_kernels.sim.simulator import (  # noqa: F401
+    COPIED_FROM as _COPIED_FROM,
     COPIES as _COPIES,
+    FILLS as _FILLS,
+    RANK_BIT as _RANK_BIT,
     READS as _READS,
     WARP,
     WRITES as _WRITES,
@@ -30,6 +41,16 @@ from jev_kernels.sim.simulator import (  # noqa: F401
     register,
     shared_bytes as _shared_bytes,
     shuffle as _shuffle,
+    split_shared as _split_shared,
+)
+from jev_kernels.sim.tma import (  # noqa: F401
+    prefetch_tensormap,
+    tma_load,
+    tma_multicast,
+    tma_store_if,
+    tma_stores_done,
+    tma_stores_read_but_one_if,
+    tma_stores_read_if,
 )
 
 f32, i32, u16, u32, i64, u64, void = (
@@ -38,8 +59,9 @@ f32, i32, u16, u32, i64, u64, void = (
 
 # ---------------------------------------------------------------- memory
 def smem_addr(array) -> np.int32:
-    """Address in the shared window of a shared array's first element."""
-    return np.int32(array.ctypes.data - threading.current_thread().block.window_address)
+    """Address in the shared window of a shared array's first element, with the block's rank in a cluster above it."""
+    block = threading.current_thread().block
+    return np.int32(array.ctypes.data - block.window_address | block.rank << _RANK_BIT)
 
 
 def gmem_addr(array) -> np.uint64:
@@ -67,7 +89,7 @@ def _ldg(dtype, n=1):
 
 def _stg(address, values, dtype):
     values = np.array(values, dtype).reshape(-1)
-    _check_global(int(address), values.nbytes)
+    _check_global(int(address), values.nbytes, _WRITES)
     ctypes.memmove(int(address), values.ctypes.data, values.nbytes)
 
 
@@ -84,6 +106,9 @@ def sts2(address, x, y): _sts(address, (x, y), np.float32)
 def sts_u32(address, x): _sts(address, int(x) & 0xFFFFFFFF, np.uint32)
 def sts_lo16(address, x): _sts(address, int(x) & 0xFFFF, np.uint16)
 def stg(address, x): _stg(address, x, np.float32)
+def stg4(address, *x): _stg(address, x, np.float32)
+def ldg4_if(address, n): return _ldg(np.float32, 4)(address) if int(n) else (np.float32(0),) * 4
+def stg_bf16x2_if(address, x, y, n, limit): return stg_u32(address, pack(x, y)) if int(n) > int(limit) else None
 def stg2(address, x, y): _stg(address, (x, y), np.float32)
 def stg_u32(address, x): _stg(address, int(x) & 0xFFFFFFFF, np.uint32)
 def stg_u32x4(address, x): _stg(address, [int(v) & 0xFFFFFFFF for v in x], np.uint32)
@@ -94,22 +119,23 @@ def stg_u16(address, x): _stg(address, int(x) & 0xFFFF, np.uint16)
 def prefetch_l2(address): pass
 def evict_first(): return np.uint64(0)
 def evict_last(): return np.uint64(0)
+def evict_normal(): return np.uint64(0)
 
 
 # ---------------------------------------------------------------- cp.async and mbarriers
 def cp16(dst, src, size):
     """16 bytes into shared memory, of which ``size`` (0 or 16) are read and the rest zeros. Arrives at the wait."""
     if int(size):
-        _check_global(int(src), 16)
+        _check_global(int(src), 16, _READS)
     if int(dst) % 16:
         raise ValueError(f"cp.async of 16 bytes to a misaligned shared address {int(dst)}")
-    _shared_bytes(dst, 16, use=_COPIES)
+    _shared_bytes(dst, 16, use=_FILLS)
     threading.current_thread().copies.append((int(dst), int(src), int(size)))
 
 
 def cp_commit():
     me = threading.current_thread()
-    me.groups.append((me.copies, me.block.races and me.block.races.copied(me.thread_id)))
+    me.groups.append((me.copies, me.block.races and me.block.races.copied(me.number, proxied=False)))
     me.copies = []
 
 
@@ -127,7 +153,7 @@ def _cp_wait(pending):
         copies, clock = me.groups.popleft()
         _deliver(copies)
         if me.block.races:
-            me.block.races.acquire(me.thread_id, clock)
+            me.block.races.acquire(me.number, clock)
 
 
 def cp_wait0(): _cp_wait(0)
@@ -149,73 +175,19 @@ def cp_arrive(barrier):
     _barrier(barrier).update(1, 0, clock)
 
 
-class _Barrier:
-    def __init__(self, count):
-        self.count = self.pending = count
-        self.bytes = self.phase = 0
-        self.released = self.complete = None                     # clocks of the race detector: this phase's, the last one's
-
-    def update(self, arrivals, nbytes, clock):
-        """clock: what arrives with it, for the race detector; None where there is none."""
-        if clock is not None:
-            self.released = _joined(self.released, clock)
-        self.pending -= arrivals
-        self.bytes += nbytes
-        if self.pending < 0:
-            raise RuntimeError("more arrivals at an mbarrier than it was made for")
-        if self.pending == 0 and self.bytes == 0:
-            self.phase += 1
-            self.pending = self.count
-            self.released, self.complete = None, self.released
-
-
-def _barrier(address) -> _Barrier:
-    me = threading.current_thread()
-    if int(address) not in me.block.barriers:
-        raise RuntimeError(f"mbarrier at {int(address)} was not initialised")
-    if me.block.races:
-        me.block.races.use_barrier(me.thread_id, int(address))
-    return me.block.barriers[int(address)]
-
-
-def _arrive(barrier, nbytes):
-    me = threading.current_thread()
-    _barrier(barrier).update(1, nbytes, me.block.races and me.block.races.release(me.thread_id))
-
-
-def complete_bytes(barrier, nbytes):
-    """A copy that this thread has issued is complete."""
-    me = threading.current_thread()
-    _barrier(barrier).update(0, -int(nbytes), me.block.races and me.block.races.copied(me.thread_id))
-
-
-def mbar_init(barrier, count):
-    _shared_bytes(barrier, 8, use=_WRITES)
-    threading.current_thread().block.barriers[int(barrier)] = _Barrier(int(count))
-
-
 def mbar_fence(): pass
-def mbar_expect(barrier, nbytes): _arrive(barrier, int(nbytes))
-def mbar_arrive(barrier): _arrive(barrier, 0)
+def mbar_expect(barrier, nbytes): _arrive(barrier, nbytes)
+def mbar_arrive(barrier): _arrive(barrier)
+def mbar_arrive_at(barrier, rank): _arrive(_split_shared(barrier)[1] | int(rank) << _RANK_BIT)
+def mbar_arrive_pair(barrier, lane): return mbar_arrive_at(barrier, lane) if int(lane) < 2 else None
 
 
 def mbar_arrive_lane0(barrier, lane):
     if int(lane) == 0:
-        _arrive(barrier, 0)
+        _arrive(barrier)
 
 
-def mbar_wait(barrier, parity):
-    """Wait until the phase of this parity is complete."""
-    b, me = _barrier(barrier), threading.current_thread()
-    clock = None
-
-    def complete():
-        nonlocal clock
-        clock = b.complete                      # of this phase: when the thread runs again, the next may be over, too
-        return b.phase % 2 != int(parity) % 2
-    me.block.wait(me, complete, f"mbarrier at {int(barrier)}, parity {int(parity)}")
-    if me.block.races:
-        me.block.races.acquire(me.thread_id, clock)
+mbar_wait_covered = mbar_wait           # a thread that waits for ever is reported here anyway
 
 
 def bulk(dst, src, nbytes, barrier):
@@ -223,17 +195,40 @@ def bulk(dst, src, nbytes, barrier):
     to = _shared_bytes(dst, int(nbytes), 16, use=_COPIES)
     if int(src) % 16 or int(nbytes) % 16:
         raise ValueError("bulk copies go by 16 bytes from 16-byte aligned addresses")
-    _check_global(int(src), 1)
-    _check_global(int(src) + int(nbytes) - 1, 1)
+    _check_global(int(src), int(nbytes), _COPIED_FROM, alignment=16)
     to[:] = np.frombuffer((ctypes.c_uint8 * int(nbytes)).from_address(int(src)), np.uint8)
-    complete_bytes(barrier, nbytes)
+    _complete_bytes(barrier, nbytes)
 
 
-def fence_async(): pass
-def cta_rank(): return np.int32(0)
-def cluster_sync(): numba_simulator._get_kernel_context().syncthreads()
-def pdl_launch(): pass
-def pdl_wait(): pass
+def _fence(memory):
+    me = threading.current_thread()
+    if me.block.races:
+        me.block.races.fence(me.number, memory)
+
+
+def fence_async(): _fence(_IN_SHARED)
+def fence_global(): _fence(_IN_GLOBAL)
+def cta_rank(): return np.int32(threading.current_thread().block.rank)
+
+
+def cluster_sync():
+    me = threading.current_thread()
+    cluster = me.block.cluster
+    cluster.meet(cluster.meetings, me, "cluster", cluster.live, None, None, "a barrier of the cluster")
+
+
+def pdl_launch():
+    me = threading.current_thread()
+    if me.block.races:
+        _simulator.DEVICE.trigger = min(_simulator.DEVICE.trigger, me.block.races.clock[me.number].launch)
+
+
+def pdl_wait():
+    me = threading.current_thread()
+    if me.block.races:
+        me.block.races.clock[me.number].launch = _simulator.DEVICE.launch
+
+
 def more_registers(): pass
 def fewer_registers(): pass
 
@@ -255,15 +250,9 @@ def ptx(name, ret, args, text, constraints, pure=False, sim=None, since=(0, 0)):
     return sim or _absent(name)
 
 
-_HOPPER = ("prefetch_tensormap", "tma_load", "tma_multicast", "tma_prefetch", "tma_store", "tma_store_wait",
-           "mbar_arrive_at", "mbar_arrive_pair")
-(prefetch_tensormap, tma_load, tma_multicast, tma_prefetch, tma_store, tma_store_wait,
- mbar_arrive_at, mbar_arrive_pair) = map(_absent, _HOPPER)
-
-
 # ---------------------------------------------------------------- warps
 def uniform(x): return _collective("uniform", x, lambda values: [values[0]] * WARP)
-def pick(x, lane): return _shuffle("pick", x, lane, lambda me, n: n % WARP)
+def shfl_idx_i32(x, lane): return _shuffle("shfl_idx_i32", x, lane, lambda me, n: n % WARP)
 def shfl_xor(x, mask): return _shuffle("shfl_xor", np.float32(x), mask, lambda me, n: me ^ n)
 def shfl_idx(x, lane): return _shuffle("shfl_idx", np.float32(x), lane, lambda me, n: n % WARP)
 def shfl_up(x, n): return _shuffle("shfl_up", np.float32(x), n, lambda me, n: me - n if me >= n else me)
@@ -305,14 +294,15 @@ def low16(x): return np.float32(np.uint16(int(x) & 0xFFFF).view(np.float16))
 def high16(x): return np.float32(np.uint16(int(x) >> 16 & 0xFFFF).view(np.float16))
 def mul_bf16x2(a, b): return pack(low(a) * low(b), high(a) * high(b))
 def tf32(x): return np.uint32((int(np.float32(x).view(np.uint32)) + 0x1000) & 0xFFFFE000)
-def ex2(x): return np.exp2(np.float32(x))
+# Functions and sums of products in float64, rounded once: NumPy's float32 ones are not the same on every processor.
+def ex2(x): return np.float32(np.exp2(np.float64(np.float32(x))))
 def rcp(x): return np.float32(1) / np.float32(x)
 def rsqrt(x): return np.float32(1.0 / np.sqrt(np.float64(x)))
 def div_u32(a, b): return np.int32(int(a) // int(b))
 def mul_rn(a, b): return np.float32(a) * np.float32(b)
 def add_rn(a, b): return np.float32(a) + np.float32(b)
-def exp(x): return np.exp(np.float32(x))
-def log1p(x): return np.log1p(np.float32(x))
+def exp(x): return np.float32(np.exp(np.float64(np.float32(x))))
+def log1p(x): return np.float32(np.log1p(np.float64(np.float32(x))))
 def bits_f32(x): return np.uint32(np.float32(x).view(np.uint32))
 def f32_bits(x): return _float(_bits(x))
 
@@ -329,26 +319,25 @@ def fma(a, b, c):
     return np.float32(s)
 
 
-# ---------------------------------------------------------------- matrix fragments
-_G, _T = np.arange(WARP) // 4, np.arange(WARP) % 4
-_D_ROWS, _D_COLS = np.stack([_G, _G, _G + 8, _G + 8], 1), np.stack([2 * _T, 2 * _T + 1] * 2, 1)
+# ---------------------------------------------------------------- matrices of a warp
+_D, _A, _B = _fragments.accumulators(8), _fragments.a_pairs(), _fragments.b_pairs()
+_A_TF32, _B_TF32, _PAIR = _fragments.a_tf32(), _fragments.b_tf32(), _fragments.pairs8()
+
+
+def _product(lanes, a_map, b_map, k, elements):
+    """D of the 32 lanes after D += A B. elements: the operands' registers, uint32 [32, n], as the maps have them."""
+    regs = np.array([[int(r) for r in (*a, b0, b1)] for _, a, b0, b1 in lanes], np.uint32)                   # [32, 6]
+    A, B, D = (np.zeros(s) for s in ((16, k), (k, 8), (16, 8)))
+    A[a_map], B[b_map], D[_D] = elements(regs[:, :4]), elements(regs[:, 4:]), np.array([d for d, *_ in lanes], np.float32)
+    return [tuple(row) for row in (D + A @ B).astype(np.float32)[_D]]
 
 
 def _mma(name, to_float):
+    def pairs(regs):
+        return to_float(np.stack([regs & 0xFFFF, regs >> 16], -1).astype(np.uint16))
+
     def instruction(d, a, b0, b1):
-        def compute(lanes):
-            regs = np.array([[int(r) for r in (*a, b0, b1)] for _, a, b0, b1 in lanes], np.uint32)      # [32, 6]
-            pairs = to_float(np.stack([regs & 0xFFFF, regs >> 16], -1).astype(np.uint16))              # [32, 6, 2]
-            A, B, D = (np.zeros(s, np.float32) for s in ((16, 16), (16, 8), (16, 8)))
-            for r, (row, k) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-                for e in (0, 1):
-                    A[_G + row, 2 * _T + k + e] = pairs[:, r, e]
-            for r, k in ((4, 0), (5, 8)):
-                for e in (0, 1):
-                    B[2 * _T + k + e, _G] = pairs[:, r, e]
-            D[_D_ROWS, _D_COLS] = np.array([d for d, *_ in lanes], np.float32)
-            return [tuple(row) for row in (D + A @ B)[_D_ROWS, _D_COLS]]
-        return _collective(name, (d, a, b0, b1), compute)
+        return _collective(name, (d, a, b0, b1), lambda lanes: _product(lanes, _A, _B, 16, pairs))
     return instruction
 
 
@@ -357,16 +346,15 @@ mma16 = _mma("mma16", lambda x: x.view(np.float16).astype(np.float32))
 
 
 def mma_tf32(d, a, b0, b1):
-    def compute(lanes):
-        regs = np.array([[int(r) for r in (*a, b0, b1)] for _, a, b0, b1 in lanes], np.uint32)
-        values = (regs & np.uint32(0xFFFFE000)).view(np.float32)
-        A, B, D = (np.zeros(s, np.float32) for s in ((16, 8), (8, 8), (16, 8)))
-        for r, (row, k) in enumerate(((0, 0), (8, 0), (0, 4), (8, 4))):
-            A[_G + row, _T + k] = values[:, r]
-        B[_T, _G], B[_T + 4, _G] = values[:, 4], values[:, 5]
-        D[_D_ROWS, _D_COLS] = np.array([d for d, *_ in lanes], np.float32)
-        return [tuple(row) for row in (D + A @ B)[_D_ROWS, _D_COLS]]
-    return _collective("mma_tf32", (d, a, b0, b1), compute)
+    def rounded(regs):
+        return (regs & np.uint32(0xFFFFE000)).view(np.float32)
+    return _collective("mma_tf32", (d, a, b0, b1), lambda lanes: _product(lanes, _A_TF32, _B_TF32, 8, rounded))
+
+
+def _joined_pairs(matrices):
+    """The registers of 8 x 8 matrices, uint32 [..., 32]."""
+    values = matrices.astype(np.uint32)[(..., *_PAIR)]
+    return values[..., 0] | values[..., 1] << np.uint32(16)
 
 
 def _ldmatrix(name, transposed):
@@ -374,24 +362,36 @@ def _ldmatrix(name, transposed):
         def compute(addresses):
             rows = np.stack([_shared_bytes(a, 16, use=_READS, lane=lane).view(np.uint16)
                              for lane, a in enumerate(addresses)])
-            rows = rows.reshape(4, 8, 8).astype(np.uint32)
-            if transposed:
-                rows = rows.transpose(0, 2, 1)
-            pairs = rows[:, _G, 2 * _T] | rows[:, _G, 2 * _T + 1] << np.uint32(16)           # [4, 32]
-            return [tuple(pairs[:, lane]) for lane in range(WARP)]
+            matrices = rows.reshape(4, 8, 8)
+            return list(_joined_pairs(matrices.transpose(0, 2, 1) if transposed else matrices).T)
         return _collective(name, address, compute)
     return instruction
 
 
+def _stmatrix(name, matrices):
+    def instruction(address, *registers):
+        def compute(lanes):
+            for m in range(matrices):
+                pairs = np.array([int(registers[m]) for _, registers in lanes], np.uint32)
+                rows = np.empty((8, 8), np.uint16)
+                rows[_PAIR] = np.stack([pairs & 0xFFFF, pairs >> 16], -1)
+                for r, lane in enumerate(range(8 * m, 8 * m + 8)):
+                    _shared_bytes(lanes[lane][0], 16, use=_WRITES, lane=lane).view(np.uint16)[:] = rows[:, r]
+            return [None] * WARP
+        _collective(name, (address, registers), compute)
+    return instruction
+
+
 ldsm, ldsm_t = _ldmatrix("ldsm", False), _ldmatrix("ldsm_t", True)
+stsm4_t, stsm2_t = _stmatrix("stsm4_t", 4), _stmatrix("stsm2_t", 2)
 
 
 def transpose8(x):
     """An 8x8 matrix of 16-bit values, a row in four lanes, transposed."""
     def compute(lanes):
-        pairs = np.array([int(v) for v in lanes], np.uint32)
-        m = np.stack([pairs & 0xFFFF, pairs >> 16], -1).reshape(8, 8).T
-        return list(m[_G, 2 * _T] | m[_G, 2 * _T + 1] << np.uint32(16))
+        pairs, matrix = np.array([int(v) for v in lanes], np.uint32), np.empty((8, 8), np.uint16)
+        matrix[_PAIR] = np.stack([pairs & 0xFFFF, pairs >> 16], -1)
+        return list(_joined_pairs(matrix.T))
     return _collective("transpose8", x, compute)
 
 

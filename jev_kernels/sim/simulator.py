@@ -1,17 +1,18 @@
 """A CUDA simulator for Numba kernels in which warps, shared addresses and asynchronous copies work.
 
 Numba's own simulator has no warp instructions, polls its threads and knows arrays but not addresses. ``launch``
-replaces its scheduler and keeps the rest. Blocks run one after another; the CUDA threads of a block are Python threads
-of which one runs at a time, until it must wait for others. So a run is deterministic, a warp-wide instruction is a
-hand-over (about 10 us a lane) rather than a poll, and when nothing can run any more the launch fails and says who waits
-for what.
+replaces its scheduler and keeps the rest. Clusters (of one block, if a kernel has none) run one after another; the CUDA
+threads of a cluster are Python threads of which one runs at a time, until it must wait for others. So a run is
+deterministic, a warp-wide instruction is a hand-over (about 10 us a lane) rather than a poll, and when nothing can run any
+more the launch fails and says who waits for what.
 
 It is stricter than a GPU where that finds mistakes:
   - shared and local memory start as 0xFF bytes (NaN); shared arrays live in one window, aligned to 16 bytes only;
   - global addresses are real host addresses, and must lie in an array given to ``launch`` or ``register``;
   - accesses must be aligned to their size; lanes of a warp must meet at the same instruction;
   - ``SCHEDULE = "backward"`` runs threads in the opposite order: results must not change;
-  - ``RACES = True`` raises where nothing orders two accesses of shared memory (``simulator_races``).
+  - in a cluster the addresses of a block's shared memory carry its rank in their upper bits;
+  - ``RACES = True`` raises where nothing orders two accesses of shared or of device memory (``sim.races``).
 
 Integer casts wrap as on a GPU (``i32(2**31)`` is negative), but arithmetic between Python integers does not: keep
 intermediate values in range.
@@ -31,13 +32,15 @@ from numba.cuda.np import numpy_support
 from numba.cuda.simulator import kernel as numba_simulator
 from numba.cuda.simulator.kernelapi import Dim3, FakeCUDAModule
 
-from jev_kernels.sim.races import Races
+from jev_kernels.sim.races import DeviceMemory, Races
 
 SCHEDULE = "forward"
 RACES = False
 SHARED_BYTES = 227 * 1024                # what a Hopper block may have
 SHARED_BASE = 1024 + 16                  # first shared address: on a GPU only 16-byte alignment is promised
 WARP = 32
+RANK_BIT = 24                            # of a shared address: the block's rank in its cluster
+DEVICE = DeviceMemory()                  # for the race detector
 
 
 def _wrapping_cast(self, value):
@@ -57,47 +60,73 @@ class _Abort(BaseException):
 
 
 class _Thread(threading.Thread):
-    """One CUDA thread. ``baton`` is the permission to run."""
+    """One CUDA thread. ``baton`` is the permission to run; ``number`` counts over the cluster."""
 
     def __init__(self, block, index, thread_id):
         super().__init__(target=self._main, daemon=True)
-        self.block, self.thread_id = block, thread_id
+        self.block, self.thread_id, self.number = block, thread_id, block.rank * block.size + thread_id
         self.blockIdx, self.threadIdx = block.index, Dim3(*index)
         self.baton = threading.Lock()
         self.baton.acquire()
         self.waits_for = self.result = None
         self.copies, self.groups = [], collections.deque()         # cp.async: open group, committed groups
+        self.stores = collections.deque()                          # boxes that TMA stores
 
     def _main(self):
         self.baton.acquire()
-        block = self.block
-        if block.error is None:
+        cluster = self.block.cluster
+        if cluster.error is None:
             try:
                 with np.errstate(all="ignore"):
-                    block.function(*block.args)
+                    cluster.function(*cluster.args)
+                if self.stores:
+                    raise RuntimeError("a thread leaves while boxes that it stores are read from shared memory")
             except _Abort:
                 pass
             except BaseException as error:       # noqa: BLE001  it is raised again by the launch
-                block.fail(error, self)
-        block.exit()
+                cluster.fail(error, self)
+        cluster.exit(self)
 
 
 class _Block:
-    def __init__(self, function, args, index, block_dim):
-        self.function, self.args, self.index, self.block_dim = function, args, Dim3(*index), block_dim
+    """What the threads of a block share: memory, barriers, meetings."""
+
+    def __init__(self, cluster, rank, index, block_dim):
+        self.cluster, self.rank, self.index, self.size = cluster, rank, Dim3(*index), int(np.prod(block_dim))
         self.window = _aligned_bytes(SHARED_BYTES)
         self.window[:] = 0xFF
         self.window_address = self.window.ctypes.data
         self.used, self.statics = 0, {}
         self.barriers, self.meetings = {}, {}
-        self.races = Races(int(np.prod(block_dim)), SHARED_BYTES) if RACES else None
+        x, y, _ = block_dim
+        self.threads = [_Thread(self, (i % x, i // x % y, i // (x * y)), i) for i in range(self.size)]
+        self.live = self.size
+
+    @property
+    def races(self):
+        return self.cluster.races
+
+    def wait(self, me, condition, what):
+        self.cluster.wait(me, condition, what)
+
+    def meet(self, me, key, count, value, compute, what):
+        """Wait until ``count`` threads have come to ``key``; compute(list of (thread, value)) gives each its result."""
+        return self.cluster.meet(self.meetings, me, key, count, value, compute, what)
+
+
+class _Cluster:
+    """The blocks that run together, and the scheduler of their threads."""
+
+    def __init__(self, function, args, indices, block_dim):
+        self.function, self.args = function, args
+        self.races = Races(int(np.prod(block_dim)) * len(indices), SHARED_BYTES, len(indices), DEVICE) if RACES else None
+        self.blocks = [_Block(self, rank, index, block_dim) for rank, index in enumerate(indices)]
+        self.threads = [thread for block in self.blocks for thread in block.threads]
+        self.live, self.meetings = len(self.threads), {}
         self.error, self.finished = None, threading.Lock()
 
     def run(self):
         """Run every thread to its end; raises what the first failing thread raised."""
-        x, y, z = self.block_dim
-        self.threads = [_Thread(self, (i % x, i // x % y, i // (x * y)), i) for i in range(x * y * z)]
-        self.live = len(self.threads)
         self.ready = collections.deque(self.threads if SCHEDULE == "forward" else reversed(self.threads))
         self.waiting = []                                       # (thread, condition)
         self.finished.acquire()
@@ -123,8 +152,7 @@ class _Block:
         """Let others run until ``me`` is made ready again."""
         thread = self._next()
         if thread is None:
-            waits = collections.Counter(t.waits_for for t in self.threads if t.waits_for)
-            self.fail(RuntimeError("deadlock: " + "; ".join(f"{n} threads wait for {w}" for w, n in waits.items())), me)
+            self._deadlock(me)
             raise _Abort
         if thread is not me:
             thread.baton.release()
@@ -134,28 +162,29 @@ class _Block:
         me.waits_for = None
 
     def wait(self, me, condition, what):
+        """Let others run until the condition holds."""
         if not condition():
             me.waits_for = what
             self.waiting.append((me, condition))
             self.switch(me)
 
-    def meet(self, me, key, count, value, compute, what):
-        """Wait until ``count`` threads have come to ``key``; compute(list of (thread, value)) gives each its result."""
-        members = self.meetings.setdefault(key, [])
+    def meet(self, meetings, me, key, count, value, compute, what):
+        """See ``_Block.meet``; ``meetings``: those of the block or of the cluster."""
+        members = meetings.setdefault(key, [])
         members.append((me, value))
         if len(members) < count:
             me.waits_for = what
             self.switch(me)
         else:
-            self._close(key, compute, me)
+            self._close(meetings, key, compute, me)
         return me.result
 
-    def _close(self, key, compute, last):
-        members = self.meetings.pop(key)
+    def _close(self, meetings, key, compute, last):
+        members = meetings.pop(key)
         if self.races:
             kind = key if isinstance(key, str) else key[0]
-            if kind in ("syncthreads", "vote", "named") or kind == "warp" and members[0][1][0] == "syncwarp":
-                self.races.meet([thread.thread_id for thread, _ in members])
+            if kind in ("syncthreads", "cluster", "vote", "named") or kind == "warp" and members[0][1][0] == "syncwarp":
+                self.races.meet([thread.number for thread, _ in members])
         results = compute(members) if compute else [None] * len(members)
         for (thread, _), result in zip(members, results):
             thread.result = result
@@ -168,28 +197,34 @@ class _Block:
                 error.add_note(at)
             self.error = error
 
-    def exit(self):
+    def _deadlock(self, thread):
+        waits = collections.Counter(t.waits_for for t in self.threads if t.waits_for)
+        self.fail(RuntimeError("deadlock: " + "; ".join(f"{n} threads wait for {w}" for w, n in waits.items())), thread)
+
+    def _let_all_go(self):
+        for t in self.threads:
+            if t.baton.locked():
+                t.baton.release()
+
+    def exit(self, me):
         self.live -= 1
+        me.block.live -= 1
         if self.error is not None:
-            for t in self.threads:
-                if t.baton.locked():
-                    t.baton.release()
+            self._let_all_go()
         if not self.live:
             self.finished.release()
             return
         if self.error is None:
-            if len(self.meetings.get("syncthreads", ())) == self.live:     # threads that have left do not count
-                self._close("syncthreads", None, None)
+            for meetings, key, live in ((me.block.meetings, "syncthreads", me.block.live),
+                                        (self.meetings, "cluster", self.live)):
+                if live and len(meetings.get(key, ())) == live:             # threads that have left do not count
+                    self._close(meetings, key, None, None)
             thread = self._next()
             if thread is not None:
                 thread.baton.release()
             else:
-                waits = collections.Counter(t.waits_for for t in self.threads if t.waits_for)
-                error = RuntimeError("deadlock: " + "; ".join(f"{n} threads wait for {w}" for w, n in waits.items()))
-                self.fail(error, threading.current_thread())
-                for t in self.threads:
-                    if t.baton.locked():
-                        t.baton.release()
+                self._deadlock(me)
+                self._let_all_go()
 
 
 def _aligned_bytes(n: int) -> np.ndarray:
@@ -294,19 +329,27 @@ def device_function(function):
     return function
 
 
-def launch(function, grid, threads, smem: int, args) -> None:
-    """Run a kernel. grid, threads: three dimensions; smem: bytes of dynamic shared memory; args: arrays or scalars."""
+def launch(function, grid, threads, smem: int, args, cluster: int = 1, early: bool = False) -> None:
+    """Run a kernel. grid, threads: three dimensions; smem: bytes of dynamic shared memory; args: arrays or scalars.
+
+    cluster: blocks of a cluster along x. early: with programmatic dependent launch: the run is the same, but the race
+    detector has only ``pdl_wait`` order it behind the launch before.
+    """
     args = [getattr(a, "_ary", a) for a in args]
     for a in args:
         if isinstance(a, np.ndarray):
             register(a)
+    if grid[0] % cluster:
+        raise ValueError(f"a grid of {grid[0]} blocks is not made of clusters of {cluster}")
+    if RACES:
+        DEVICE.begin(early)
     fake = _Cuda(grid, threads, smem)
     with contextlib.ExitStack() as stack:
         stack.enter_context(numba_simulator._push_kernel_context(fake))
         for f in {id(f.__globals__): f for f in (function, *_device_functions)}.values():
             stack.enter_context(numba_simulator.swapped_cuda_module(f, fake))
-        for z, y, x in np.ndindex(grid[2], grid[1], grid[0]):
-            _Block(function, args, (x, y, z), threads).run()
+        for z, y, x in np.ndindex(grid[2], grid[1], grid[0] // cluster):
+            _Cluster(function, args, [(x * cluster + rank, y, z) for rank in range(cluster)], threads).run()
 
 
 # ---------------------------------------------------------------- memory
@@ -322,53 +365,75 @@ def register(array) -> int:
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     low, high = np.lib.array_utils.byte_bounds(owner) if owner.size else (address, address)
+    before = _memory.get(low)
+    if before is None or before[0] != high or before[1]() is not owner:
+        DEVICE.memory.pop((low, high), None)               # what the race detector knows is of an array that is gone
     _memory[low] = (high, weakref.ref(owner))
     return address
 
 
-def check_global(address, size) -> None:
-    """Raise unless an access of ``size`` bytes is aligned and inside a registered array."""
-    if address % size:
+def check_global(address, size, use=None, alignment=None) -> None:
+    """Raise unless an access of ``size`` bytes is aligned and inside a registered array.
+
+    use: READS or WRITES of this thread, or COPIED_FROM, COPIED_TO of a bulk copy that it issues, for the race detector;
+    None: it does not learn of it.
+    """
+    if address % (alignment or size):
         raise ValueError(f"global access of {size} bytes at a misaligned address {address:#x}")
     for low, (high, owner) in list(_memory.items()):
         if owner() is None:
             del _memory[low]
         elif low <= address and address + size <= high:
+            me = threading.current_thread()
+            races = use and getattr(me, "block", None) and me.block.races
+            if races:
+                races.access_device(me.number, (low, high), address, size, use in (WRITES, COPIED_TO),
+                                    use in (COPIED_FROM, COPIED_TO))
             return
     raise IndexError(f"global access of {size} bytes at {address:#x}: in no array given to launch or address()")
 
 
-def load_global(address, dtype, n=1) -> np.ndarray:
+def load_global(address, dtype, n=1, use="reads") -> np.ndarray:
     """n values at an address of global memory."""
     address = int(address)
     size = n * np.dtype(dtype).itemsize
-    check_global(address, size)
+    check_global(address, size, use)
     return np.frombuffer((ctypes.c_char * size).from_address(address), dtype)
 
 
-READS, WRITES, COPIES = "reads", "writes", "copies"      # the last: hardware writes, for a copy that is issued now
+# What an access is, for the race detector. COPIES: hardware writes shared memory for a copy that is issued now, through the
+# async proxy or, FILLS (cp.async), not.
+READS, WRITES, COPIES, FILLS = "reads", "writes", "copies", "fills"
+COPIED_FROM, COPIED_TO = "copied from", "copied to"
+
+
+def split_shared(address) -> tuple[int, int]:
+    """(rank of the block, address in its shared window)."""
+    return int(address) >> RANK_BIT, int(address) & (1 << RANK_BIT) - 1
 
 
 def shared_bytes(address, size, alignment=None, use=None, lane=None) -> np.ndarray:
-    """The bytes at an address of the block's shared window.
+    """The bytes at an address of a block's shared window: of the thread's own, or, for COPIES, of any in the cluster.
 
-    use: READS, WRITES or COPIES, for the race detector; None: it does not learn of it. lane: of this thread's warp, which
-    uses them; by default this thread.
+    use: READS, WRITES, COPIES or FILLS, for the race detector; None: it does not learn of it. lane: of this thread's warp,
+    which uses them; by default this thread.
     """
-    address = int(address)
     me = threading.current_thread()
-    window = me.block.window
+    rank, address = split_shared(address)
+    if rank != me.block.rank and use != COPIES:
+        raise IndexError(f"shared access to block {rank} of the cluster from block {me.block.rank}")
+    block = me.block.cluster.blocks[rank]
     if address % (alignment or size):
         raise ValueError(f"shared access of {size} bytes at a misaligned address {address}")
-    if not SHARED_BASE <= address <= SHARED_BASE + me.block.used - size:
+    if not SHARED_BASE <= address <= SHARED_BASE + block.used - size:
         raise IndexError(f"shared access of {size} bytes at {address}: outside the block's shared arrays")
     if me.block.races and use:
-        thread = me.thread_id if lane is None else me.thread_id // WARP * WARP + lane
-        if use == COPIES:
-            me.block.races.copy(thread, address, size)
+        thread = me.number if lane is None else me.number // WARP * WARP + lane
+        if use in (COPIES, FILLS):
+            me.block.races.copy(thread, address, size, use == COPIES, rank)
         else:
             me.block.races.access(thread, address, size, use == WRITES)
-    return window[address:address + size]
+    return block.window[address:address + size]
 
 
 # ---------------------------------------------------------------- warps

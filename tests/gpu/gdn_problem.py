@@ -7,6 +7,7 @@ import torch
 from jev.model.row_pool import RowPool, build
 from jev_kernels.gdn import portable as gdn
 from jev_kernels.pool import CHUNKS, COUNTS, ROWS, RUNS
+from jev_kernels.runtime import device
 
 D = gdn.D
 KINDS = ("plain", "weak", "strong", "mixed", "correlated", "aligned", "half aligned", "zero mean", "zero keys",
@@ -103,7 +104,7 @@ class Problem:
                  spare=(5, 3, 2)):
         self.pool = pool = build([np.asarray(s, np.int32) for s in sequences])
         self.heads = key_heads, value_heads
-        self.hopper = gdn.on_hopper() if hopper is None else hopper
+        self.hopper = device.on_hopper() if hopper is None else hopper
         rows, chunks, runs = pool.n_rows + spare[0], len(pool.chunk_rows) + spare[1], len(pool.runs) + spare[2]
         self.data = inputs(pool.n_rows, kind, key_heads, value_heads, seed) if data is None else data
         q, k, v, g, beta = self.data

@@ -77,11 +77,11 @@ def test_upload_takes_turns(gpu):
     want = np.stack([p.reshape(-1, 4, 640) for p in parts], 1).reshape(-1, 640)
     with device.Arena(2 * want.nbytes + 4096, "test") as arena, device.Uploader(8 << 20, 2, 3) as uploader:
         target, seen = arena.take(want.shape), []
-        uploader.upload(target, parts, seen.append, turn=4)
+        uploader.upload(target, parts, seen.append, interleave=4)
         uploader.finish()
         assert np.array_equal(target.copy_to_host(), want) and sum(seen) == want.nbytes and len(seen) > 2
-        with pytest.raises(ValueError, match="turns of 3"):
-            uploader.upload(target, parts, turn=3)
+        with pytest.raises(ValueError, match="interleaved by 3"):
+            uploader.upload(target, parts, interleave=3)
 
 
 def test_upload_speed_from_the_page_cache(gpu, tmp_path):

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from jev_kernels.gdn import conv as gdn_conv, portable as gdn  # noqa: E402
 from jev_kernels.rowwise import rms_norm  # noqa: E402
+from jev_kernels.runtime import device  # noqa: E402
 from tests.gpu import sanitizer  # noqa: E402
 from tests.gpu.gdn_problem import KINDS, Array, Problem, bf16, capture, error, inputs, reference  # noqa: E402
 
@@ -17,7 +18,7 @@ LIMIT = 4e-3
 
 @pytest.fixture(params=["portable", "hopper"])
 def hopper(request):
-    if request.param == "hopper" and not gdn.on_hopper():
+    if request.param == "hopper" and not device.on_hopper():
         pytest.skip("needs compute capability 9.0")
     return request.param == "hopper"
 
@@ -264,7 +265,7 @@ def test_arguments_are_checked():
     p = Problem(sequences(5))
     names = ("qkv", "g", "beta", "o", "counts", "chunk_rows", "chunk_out_rows", "chunk_slots", "runs", "states",
              "scratch", "progress")
-    for at, name in enumerate(names[:None if gdn.on_hopper() else -2]):        # only the Hopper kernels use the last two
+    for at, name in enumerate(names[:None if device.on_hopper() else -2]):        # only the Hopper kernels use the last two
         wrong = list(p.arguments)
         wrong[at] = torch.zeros(3, 3, dtype=torch.float64, device="cuda")
         with pytest.raises(ValueError, match=name):

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jev_kernels.gemm import narrow as hopper_gemm, trials as gemm_trials  # noqa: E402
-from jev_kernels.gemm.cublaslt import Key  # noqa: E402
+from jev_kernels.gemm import narrow, trials as gemm_trials  # noqa: E402
+from jev_kernels.gemm.problem import Key  # noqa: E402
 from jev_kernels.gemm.selection import OWN, WIDE, Gemm, NoAlgorithm  # noqa: E402
 from jev_kernels.rowwise import silu  # noqa: E402
 from jev_kernels.runtime import device  # noqa: E402
@@ -85,7 +85,7 @@ def test_own_kernel_has_the_bits_of_cublaslt(gemm, n, k):
     for m in (107, 128, 208, 300):
         found = gemm.admit(Key(m, n, k, k, k, n))
         own = {c.algorithm: c.differing for c in found if c.algorithm.startswith(OWN)}
-        assert own == ({OWN: 0} if m <= hopper_gemm.MAX_ROWS else {WIDE: 0}), f"{m} rows: {own}"
+        assert own == ({OWN: 0} if m <= narrow.MAX_ROWS else {WIDE: 0}), f"{m} rows: {own}"
         equal = [c for c in found if c.algorithm not in own and c.differing == 0]
         assert 2 * len(equal) > len(found) - len(own), f"{m} rows: {[(c.algorithm, c.differing) for c in found]}"
     gemm.release()

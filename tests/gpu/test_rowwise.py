@@ -69,7 +69,7 @@ def test_silu(rows, rng):
 def test_silu_of_every_gate(rng):
     gate = np.tile(np.arange(2**16, dtype=np.uint16), 1)[None]
     for up in (0x3F80, 0xC2F7, 0x0080):
-        checks.check_silu_mul(rng, 1, 2**16, data=checks.in_turn(gate, np.full_like(gate, up)))
+        checks.check_silu_mul(rng, 1, 2**16, data=checks.interleaved(gate, np.full_like(gate, up)))
 
 
 @pytest.mark.parametrize("rows", ROWS)

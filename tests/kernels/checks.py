@@ -172,10 +172,10 @@ def check_gated_rms_norm(rng, rows, heads, capacity=None, scale=1.0, in_place=Fa
     return out
 
 
-def in_turn(gate, up):
+def interleaved(gate, up):
     """[rows, 2 width]: four columns of gate, four of up, and so on, as ``reference.gate_and_up`` takes them apart."""
-    turns = [x.reshape(len(x), -1, reference.TURN) for x in (gate, up)]
-    return np.stack(turns, 2).reshape(len(gate), -1)
+    pairs = [x.reshape(len(x), -1, reference.INTERLEAVE) for x in (gate, up)]
+    return np.stack(pairs, 2).reshape(len(gate), -1)
 
 
 def check_silu_mul(rng, rows, width, capacity=None, scale=2.0, data=None, stream=0, **where):

@@ -18,9 +18,9 @@ from jev.model.cuda_backbone import CudaBackbone
 from jev.model.ops.cuda_buffers import Buffers, CudaWeights
 from jev.model.weights import assemble, specs
 from jev_kernels import bf16
-from jev_kernels.gemm.cublaslt import layout
+from jev_kernels.gemm.problem import layout
 from jev_kernels.rowwise import silu
-from jev_kernels.runtime.device import ALIGNMENT, array_bytes  # noqa: F401  part of what ``device`` has
+from jev_kernels.runtime.device import ALIGNMENT, array_bytes, on_hopper  # noqa: F401  parts of what ``device`` has
 
 POISON = 0x7FC1                      # a BF16 NaN; as float32 a NaN; as an index far outside
 

@@ -13,7 +13,7 @@ from jev_kernels import bf16, reference
 from jev_kernels.attention import portable as attention
 from jev_kernels.attention.hopper import HopperPlan
 from jev_kernels.pool import COUNTS, ROWS, TILES
-from jev_kernels.sim import ptx as ptx_sim, simulator, tensor_cores as hopper_attention_sim
+from jev_kernels.sim import barriers, simulator, tma
 
 D = attention.D
 POISON = 0x7FC1                              # a NaN
@@ -116,34 +116,34 @@ def any_order(monkeypatch):
     A warp's lanes may really part, and then only instructions for whole warps bring them together again."""
     random, landing = Random(0), []
 
-    def next_thread(block):
+    def next_thread(cluster):
         while True:
-            awake = [entry for entry in block.waiting if entry[1]()]
-            if landing and (not (block.ready or awake) or random.random() < 0.5):
+            awake = [entry for entry in cluster.waiting if entry[1]()]
+            if landing and (not (cluster.ready or awake) or random.random() < 0.5):
                 landing.pop(random.randrange(len(landing)))()
                 continue
-            if not block.ready and not awake:
+            if not cluster.ready and not awake:
                 return None
-            i = random.randrange(len(block.ready) + len(awake))
-            if i < len(block.ready):
-                thread = block.ready[i]
-                del block.ready[i]
+            i = random.randrange(len(cluster.ready) + len(awake))
+            if i < len(cluster.ready):
+                thread = cluster.ready[i]
+                del cluster.ready[i]
                 return thread
-            block.waiting.remove(awake[i - len(block.ready)])
-            return awake[i - len(block.ready)][0]
+            cluster.waiting.remove(awake[i - len(cluster.ready)])
+            return awake[i - len(cluster.ready)][0]
 
-    def update(barrier, arrivals, nbytes, clock, real=ptx_sim._Barrier.update):
+    def update(barrier, arrivals, nbytes, clock, real=barriers.Barrier.update):
         real(barrier, arrivals, nbytes, clock)
         thread = threading.current_thread()
         if arrivals and random.random() < 0.05:
-            thread.block.ready.append(thread)
-            thread.block.switch(thread)
+            thread.block.cluster.ready.append(thread)
+            thread.block.cluster.switch(thread)
 
-    def load_box(*box, real=hopper_attention_sim._load_box):
+    def load_box(*box, real=tma._load_box):
         landing.append(lambda: real(*box))
-    monkeypatch.setattr(simulator._Block, "_next", next_thread)
-    monkeypatch.setattr(ptx_sim._Barrier, "update", update)
-    monkeypatch.setattr(hopper_attention_sim, "_load_box", load_box)
+    monkeypatch.setattr(simulator._Cluster, "_next", next_thread)
+    monkeypatch.setattr(barriers.Barrier, "update", update)
+    monkeypatch.setattr(tma, "_load_box", load_box)
     return random
 
 

@@ -9,7 +9,6 @@ import pytest
 from jev.model.row_pool import build
 from jev_kernels import bf16, reference
 from jev_kernels.gdn import (
-    flags as hopper_gdn_flags,
     hopper as hopper_gdn,
     portable as gdn,
     prepare as hopper_gdn_prepare,
@@ -122,7 +121,7 @@ def test_blocks_that_leave(number, monkeypatch):
         return take(at)
 
     monkeypatch.setattr(gdn, "multiprocessors", lambda: 4)
-    for name, value in (("RESIDENT", 1), ("PACE", 1), ("take_ticket", taken), ("smid", lambda: np.int32(number))):
+    for name, value in (("RESIDENT", 1), ("CHUNKS_PER_ITEM", 1), ("take_ticket", taken), ("smid", lambda: np.int32(number))):
         monkeypatch.setattr(hopper_gdn_prepare, name, value)
     assert error(p.run(True)[0], p.expected()) <= 2.5e-3
     assert drew == ({0, 1, 2, 3} if number else {0})
@@ -154,9 +153,17 @@ def test_items_of_three_heads(several, monkeypatch):
     assert max(error(out[:, h], ref[:, h]) for h in range(3)) <= 2.5e-3
 
 
-def test_trailing_ones():
-    for bits, ones in ((0, 0), (1, 1), (0b1011, 2), (0b0111, 3), (2**31 - 1, 31), (2**31, 0), (2**32 - 1, 32)):
-        assert hopper_gdn_flags.trailing_ones(np.uint32(bits)) == ones
+def test_a_chunk_that_is_never_announced_is_reported(monkeypatch):
+    """Where a sequence is alone, the scan follows the first kernel's flags: a lost one must not hang it."""
+    monkeypatch.setattr(hopper_gdn_prepare, "raise_flag", lambda at: None)
+    with pytest.raises(RuntimeError, match="wait for a flag in device memory .* that nobody raises"):
+        Problem([np.arange(65)]).run(True)
+
+
+def test_a_state_that_is_never_stored_is_reported(monkeypatch):
+    monkeypatch.setattr(hopper_gdn_scan, "count_up", lambda at: None)
+    with pytest.raises(RuntimeError, match="wait for a flag in device memory .* that nobody raises"):
+        Problem([np.r_[np.arange(64), 900 + i] for i in range(2)]).run(True)
 
 
 def test_runs_of_one_item_share_their_state(monkeypatch):
@@ -212,18 +219,19 @@ def records(p):
     kernel, _ = hopper_gdn.kernels(1, 1)
     progress = np.zeros(hopper_gdn.progress_entries(1, 1), np.uint32)
     kernel(0, 1, *map(address, (p.qkv, p.g, p.beta, p.counts, p.indices[0], p.indices[2], scratch)),
-           address(scratch) + hopper_gdn.record_bytes(1, 1), address(progress), p.qkv.shape[1], 1, 2)
+           address(scratch) + hopper_gdn.workspace_bytes(1, 1), address(progress), p.qkv.shape[1], 1, 2)
 
     def image(at):
-        blocks = scratch[at:at + hopper_gdn_prepare.IMAGE].view(np.float16).astype(np.float64).reshape(12, 2, 2, 8, 8)
+        blocks = scratch[at:at + hopper_gdn_prepare.TRIANGLE_BYTES].view(np.float16).astype(np.float64).reshape(12, 2, 2, 8, 8)
         out = np.zeros((4, 4, 16, 16))
         for i in range(4):
             for j in range(2 * (i >> 1) + 2):
                 out[i, j] = blocks[(i >> 1) * 4 + j * 2 + (i & 1)].transpose(0, 2, 1, 3).reshape(16, 16)
         return out.transpose(0, 2, 1, 3).reshape(64, 64)
 
-    scales = (scratch[at:at + 256].view(np.float32).copy() for at in (hopper_gdn_prepare.SK_AT, hopper_gdn_prepare.SQ_AT))
-    return image(hopper_gdn_prepare.T_AT), image(hopper_gdn_prepare.P_AT), *scales
+    scales = (scratch[at:at + 256].view(np.float32).copy()
+              for at in (hopper_gdn_prepare.WORKSPACE.k_scale, hopper_gdn_prepare.WORKSPACE.q_scale))
+    return image(hopper_gdn_prepare.WORKSPACE.a_inv), image(hopper_gdn_prepare.WORKSPACE.a_qk), *scales
 
 
 def test_records():

@@ -135,7 +135,7 @@ def warp_kernel(x, bits, out, votes):
     votes[lane, 1] = ptx.shfl_idx_u32(b, 31 - lane)
     votes[lane, 2] = ptx.ballot(i32(b & u32(1)))
     votes[lane, 3] = u32(ptx.uniform(i32(lane + 3)))
-    votes[lane, 4] = u32(ptx.pick(i32(lane * 2), (lane + 1) % 32))
+    votes[lane, 4] = u32(ptx.shfl_idx_i32(i32(lane * 2), (lane + 1) % 32))
     votes[lane, 5] = u32(ptx.div_u32(i32(lane * 1000003), 77))
     cuda.syncwarp()
 

@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 from numba.cuda import types
 
-from jev_kernels.gemm import activation as hopper_gemm_gated
+from jev_kernels.gemm import activation
 from jev_kernels.rowwise import silu
 from jev_kernels.runtime.launch import Kernel
 from tests.kernels import checks
@@ -28,18 +28,18 @@ def test_every_exponent_of_the_gate():
     """Both signs, all 256 exponents: subnormal results, saturation, infinities, NaN."""
     gate = (np.arange(512, dtype=np.uint16) << 7 | 0x25).reshape(2, 256)
     up = checks.values(np.random.default_rng(2), 2, 256)
-    checks.check_silu_mul(np.random.default_rng(2), 2, 256, data=checks.in_turn(gate, up))
+    checks.check_silu_mul(np.random.default_rng(2), 2, 256, data=checks.interleaved(gate, up))
 
 
 def test_gates_where_exp_leaves_float32():
     gate = checks.bf16.from_float64(np.linspace(-110, -80, 256)).reshape(2, 128)
     up = np.full((2, 128), 0x3F80, np.uint16)
-    checks.check_silu_mul(np.random.default_rng(2), 2, 128, data=checks.in_turn(gate, up))
+    checks.check_silu_mul(np.random.default_rng(2), 2, 128, data=checks.interleaved(gate, up))
 
 
 def activate_kernel(sums, out, distance):
     lane = cuda.threadIdx.x
-    out[lane, 0] = hopper_gemm_gated.activate(sums[lane, 0], sums[lane, 1], sums[lane, 2], sums[lane, 3],
+    out[lane, 0] = activation.activate(sums[lane, 0], sums[lane, 1], sums[lane, 2], sums[lane, 3],
                                               (lane & distance) != 0, distance)
 
 
@@ -53,8 +53,8 @@ def test_activation_of_sums_in_a_warp(distance):
     for lane in range(32):
         tile, gate = (1, lane - distance) if lane & distance else (0, lane)
         pair = slice(2 * tile, 2 * tile + 2)
-        turns = [np.repeat(checks.bf16.from_float32(sums[at, pair]), 2)[None] for at in (gate, gate + distance)]
-        x, y = cuda.to_device(checks.in_turn(*turns)), cuda.to_device(np.zeros((1, 4), np.uint16))
+        gate_up = [np.repeat(checks.bf16.from_float32(sums[at, pair]), 2)[None] for at in (gate, gate + distance)]
+        x, y = cuda.to_device(checks.interleaved(*gate_up)), cuda.to_device(np.zeros((1, 4), np.uint16))
         silu.silu_mul(0, x, y, checks.counts(rows=1))
         np.testing.assert_array_equal(checks.bf16.unpack_pairs(out.copy_to_host()[lane]), y.copy_to_host()[0, ::2])
 

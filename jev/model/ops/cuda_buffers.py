@@ -55,7 +55,7 @@ class CudaWeights:
         self = cls(specs)
         with device.Uploader() as uploader:
             for spec in specs:
-                uploader.upload(self.held[spec.key].array, spec.rows(tensors), progress, spec.turn)
+                uploader.upload(self.held[spec.key].array, spec.rows(tensors), progress, spec.interleave)
         return self
 
 
@@ -121,8 +121,8 @@ class Buffers:
         chunks, heads = max(b.chunks for b in buckets), config.linear_num_value_heads
         table = reference.rope_table(max_length, config.rotary_dim, config.rope_theta)
         states = gdn.states_shape(MAX_SLOTS, heads)
-        scratch = gdn.scratch_bytes(chunks, MAX_SLOTS, config.linear_num_key_heads, heads, gdn.on_hopper())
-        progress = gdn.progress_entries(chunks, heads, gdn.on_hopper())
+        scratch = gdn.scratch_bytes(chunks, MAX_SLOTS, config.linear_num_key_heads, heads, device.on_hopper())
+        progress = gdn.progress_entries(chunks, heads, device.on_hopper())
         entries = max(b.size for b in buckets)
         self.arena = device.Arena(sum(sizes.values()) + array_bytes(table.shape) + array_bytes(states, np.float32)
                                   + array_bytes(scratch, np.uint8) + array_bytes(progress, np.uint32)

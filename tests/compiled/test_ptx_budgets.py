@@ -12,7 +12,7 @@ import pytest
 from numba.cuda.core import config
 
 from jev_kernels.runtime import cubin
-from tests.registered import kernels
+from tests.compiled.registered import kernels
 
 if config.ENABLE_CUDASIM:
     pytest.skip("compiles for real: not under NUMBA_ENABLE_CUDASIM", allow_module_level=True)

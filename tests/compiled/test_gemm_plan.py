@@ -11,15 +11,16 @@ from numba import cuda
 from numba.cuda.core import config
 
 if config.ENABLE_CUDASIM:
-    pytest.skip("tensor maps and wgmma are not simulated", allow_module_level=True)
+    pytest.skip("no kernel runs here: not under NUMBA_ENABLE_CUDASIM", allow_module_level=True)
 
 from jev.model import weights  # noqa: E402
 from jev_kernels.gemm import (
-    narrow as hopper_gemm,  # noqa: E402
+    narrow,  # noqa: E402
     selection as gemm,  # noqa: E402
-    wide as hopper_gemm_wide,  # noqa: E402
+    wide,  # noqa: E402
 )
-from jev_kernels.gemm.cublaslt import Algorithm, Key, layout  # noqa: E402
+from jev_kernels.gemm.cublaslt import Algorithm  # noqa: E402
+from jev_kernels.gemm.problem import Key, layout  # noqa: E402
 from jev_kernels.runtime import (
     device,  # noqa: E402
     tensor_maps,  # noqa: E402
@@ -43,9 +44,9 @@ class Fake:
 @pytest.mark.parametrize("m", [1, 7, 8, 63, 64, 65, 107, 127, 128])
 @pytest.mark.parametrize("multiprocessors", [114, 132])
 def test_configuration_covers_the_product(n, k, m, multiprocessors):
-    assert hopper_gemm.refusal(m, n, k, multiprocessors=multiprocessors) is None
-    c = hopper_gemm.choose(n, multiprocessors)
-    assert c.smem <= hopper_gemm.SMEM_LIMIT and c.stages >= 3
+    assert narrow.refusal(m, n, k, multiprocessors=multiprocessors) is None
+    c = narrow.choose(n, multiprocessors)
+    assert c.smem <= narrow.SMEM_LIMIT and c.stages >= 3
     assert k % (64 * c.slices) == 0
     assert c.bn % 8 == 0 and (c.w_rows * 128) % 1024 == 0                  # parts of a tile start at swizzle atoms
     assert c.w_rows % c.w_box == 0 and c.w_box <= 256
@@ -61,26 +62,26 @@ def test_configuration_covers_the_product(n, k, m, multiprocessors):
     (129, 5120, 5120, "rows"), (0, 5120, 5120, "rows"), (64, 5124, 5120, "multiple of 8"), (64, 5120, 5152, "multiple"),
     (64, 200000, 5120, "weight rows"), (64, 4, 5120, "multiple of 8")])
 def test_refusals_say_why(m, n, k, words):
-    assert words in hopper_gemm.refusal(m, n, k)
+    assert words in narrow.refusal(m, n, k)
 
 
 def test_other_gpus_are_refused():
-    assert "9.0" in hopper_gemm.refusal(64, 5120, 5120, (8, 0))
-    assert "9.0" in hopper_gemm.refusal(64, 5120, 5120, (10, 0))
+    assert "9.0" in narrow.refusal(64, 5120, 5120, (8, 0))
+    assert "9.0" in narrow.refusal(64, 5120, 5120, (10, 0))
 
 
 @pytest.mark.parametrize("m", [129, 200, 256, 257, 320, 512, 700, 1024, 4096])
 def test_wide_configuration(m):
     for n, k in SHAPES:
-        assert hopper_gemm_wide.refusal(m, n, k) is None
-        c = hopper_gemm_wide.choose(m)
-        assert c.smem <= hopper_gemm.SMEM_LIMIT and c.stages >= 4 and c.tokens % 16 == 0
-        assert 128 <= c.tokens <= hopper_gemm_wide.MAX_TOKENS and c.tokens * -(-m // c.tokens) < max(1.2 * m, 144)
+        assert wide.refusal(m, n, k) is None
+        c = wide.choose(m)
+        assert c.smem <= narrow.SMEM_LIMIT and c.stages >= 4 and c.tokens % 16 == 0
+        assert 128 <= c.tokens <= wide.MAX_TOKENS and c.tokens * -(-m // c.tokens) < max(1.2 * m, 144)
         assert c.grid(m, n) <= 132 and c.grid(m, n) % 2 == 0
-        gated = hopper_gemm_wide.choose(m, gated=True)
-        assert gated.tokens == c.tokens and gated.smem <= hopper_gemm.SMEM_LIMIT and gated.stages >= c.stages
-    assert "multiple of 8" in hopper_gemm_wide.refusal(m, 5120, 96)
-    assert "9.0" in hopper_gemm_wide.refusal(m, 5120, 64, (8, 0))
+        gated = wide.choose(m, gated=True)
+        assert gated.tokens == c.tokens and gated.smem <= narrow.SMEM_LIMIT and gated.stages >= c.stages
+    assert "multiple of 8" in wide.refusal(m, 5120, 96)
+    assert "9.0" in wide.refusal(m, 5120, 64, (8, 0))
 
 
 @pytest.mark.parametrize("tiles,steps,clusters", [(136, 80, 66), (91, 80, 66), (65, 80, 65), (66, 272, 66),
@@ -90,13 +91,13 @@ def test_wide_ranges_do_every_step_once_and_never_wait(tiles, steps, clusters):
     done, when, waits = set(), {}, []
     for cluster in range(clusters):
         clock = 0
-        parts = hopper_gemm_wide.segments(tiles, steps, cluster, clusters)
+        parts = wide.work_tiles(tiles, steps, cluster, clusters)
         rounds = tiles // clusters - (tiles % clusters > 0)
         assert parts[:rounds] == [(cluster + i * clusters, 0, steps) for i in range(rounds)]
         assert tiles // clusters - 1 <= sum(end - first for _, first, end in parts) / steps <= tiles / clusters + 1
         for i, (tile, first, end) in enumerate(parts):
             assert 0 <= first < end <= steps
-            assert end - first >= min(steps, hopper_gemm_wide.SNAP)
+            assert end - first >= min(steps, wide.MIN_STEPS)
             if first:                                                     # goes on from sums of the cluster before
                 assert i == len(parts) - 1
                 waits.append((tile, first, cluster, clock))
@@ -115,9 +116,9 @@ def test_wide_ranges_do_every_step_once_and_never_wait(tiles, steps, clusters):
 
 @pytest.mark.parametrize("pairs,columns", [(68, 1), (68, 8), (20, 9), (3, 25), (1, 1), (65, 16)])
 def test_wide_places_cover_the_product_in_bands(pairs, columns):
-    places = [hopper_gemm_wide.place(tile, pairs, columns) for tile in range(pairs * columns)]
+    places = [wide.tile_coordinates(tile, pairs, columns) for tile in range(pairs * columns)]
     assert set(places) == {(pair, column) for pair in range(pairs) for column in range(columns)}
-    band = min(columns, hopper_gemm_wide.BAND)
+    band = min(columns, wide.BAND)
     for at in range(0, band * pairs - 65, 66):                # a round reads little x and little W
         some = places[at:at + 66]
         assert len({c for _, c in some}) == band and len({p for p, _ in some}) <= 66 // band + 2
@@ -281,31 +282,31 @@ def test_array_bytes():
 @pytest.mark.parametrize("shape,limit", [((10, 8), 48), ((10, 8), 1000), ((3, 5, 7), 14), ((2, 100), 32), ((), 2)])
 def test_slabs_cut_in_order(shape, limit):
     array = np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
-    parts = list(device.slabs(array, limit))
+    parts = list(device.parts_of(array, limit))
     assert all(p.nbytes <= limit for p in parts)
     assert np.array_equal(np.concatenate([p.reshape(-1) for p in parts]), array.reshape(-1))
 
 
 def test_slabs_of_permuted_rows():
     array = np.arange(2 * 3 * 4 * 5, dtype=np.uint16).reshape(2, 3, 4, 5).transpose(1, 0, 2, 3)
-    parts = list(device.slabs(array, 40))
+    parts = list(device.parts_of(array, 40))
     assert np.array_equal(np.concatenate([p.reshape(-1) for p in parts]), array.reshape(-1))
 
 
-@pytest.mark.parametrize("rows,turn,limit", [(8, 4, 1000), (96, 4, 200), (30, 2, 81), (12, 3, 1)])
-def test_turns_are_those_of_a_stacked_weight(rows, turn, limit):
+@pytest.mark.parametrize("rows,interleave,limit", [(8, 4, 1000), (96, 4, 200), (30, 2, 81), (12, 3, 1)])
+def test_interleaved_rows_are_those_of_a_stacked_weight(rows, interleave, limit):
     arrays = [np.arange(rows * 5, dtype=np.uint16).reshape(rows, 5) + 1000 * i for i in range(2)]
-    parts = list(device.turns(arrays, turn, limit))
-    assert all(sum(p.nbytes for p in part) <= max(limit, 20 * turn) for part in parts)
+    parts = list(device.interleaved(arrays, interleave, limit))
+    assert all(sum(p.nbytes for p in part) <= max(limit, 20 * interleave) for part in parts)
     got = np.concatenate([np.stack(part, 1).reshape(-1, 5) for part in parts])
-    spec = weights.Spec("w", (2 * rows, 5), lambda tensors: list(tensors), turn)
-    assert np.array_equal(got, spec.stacked(arrays)) and got[turn, 0] == 1000 and got[2 * turn, 0] == 5 * turn
+    spec = weights.Spec("w", (2 * rows, 5), lambda tensors: list(tensors), interleave)
+    assert np.array_equal(got, spec.stacked(arrays)) and got[interleave, 0] == 1000 and got[2 * interleave, 0] == 5 * interleave
 
 
-@pytest.mark.parametrize("shapes,turn", [([(8, 5), (8, 4)], 4), ([(8, 5), (8, 5)], 3)])
-def test_turns_that_do_not_fit(shapes, turn):
-    with pytest.raises(ValueError, match=f"turns of {turn}"):
-        list(device.turns([np.zeros(s, np.uint16) for s in shapes], turn, 100))
+@pytest.mark.parametrize("shapes,interleave", [([(8, 5), (8, 4)], 4), ([(8, 5), (8, 5)], 3)])
+def test_rows_that_cannot_be_interleaved(shapes, interleave):
+    with pytest.raises(ValueError, match=f"interleaved by {interleave}"):
+        list(device.interleaved([np.zeros(s, np.uint16) for s in shapes], interleave, 100))
 
 
 @pytest.mark.skipif(cuda.is_available(), reason="this machine has a GPU")

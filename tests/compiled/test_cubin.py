@@ -13,7 +13,7 @@ from numba.cuda.core import config
 from jev_kernels.rowwise import silu
 from jev_kernels.runtime import cubin, disk
 from jev_kernels.runtime.launch import Kernel
-from tests.registered import kernels
+from tests.compiled.registered import kernels
 from tools import synthetic
 
 if config.ENABLE_CUDASIM:
