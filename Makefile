@@ -82,7 +82,7 @@ test-oldest:
 	export OPENBLAS_NUM_THREADS=1
 	NUMBA_ENABLE_CUDASIM=1 .venv-oldest/bin/python -m pytest tests/kernels/test_silu.py tests/kernels/test_ptx.py
 	exec .venv-oldest/bin/python -m pytest -n 2 tests/test_contract.py tests/test_app.py tests/test_processor.py \
-	    tests/test_engine.py tests/test_server.py tests/http tests/checkpoint "tests/test_ptx_budgets.py"
+	    tests/http tests/checkpoint tests/compiled/test_cubin.py tests/test_server.py
 
 # The wheel is built from the sdist, which holds what the tests need as well (MANIFEST.in).
 package:

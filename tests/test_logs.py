@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -295,3 +296,12 @@ def test_a_gateway_whose_log_nobody_reads_answers_and_ends(export):
         connection.close()
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
+
+
+def test_loggers_are_named_by_their_modules():
+    named = [(path.relative_to(ROOT), name) for package in ("jev", "jev_kernels") for path in (ROOT / package).rglob("*.py")
+             for name in re.findall(r"^logger = logging\.getLogger\((.*)\)$", path.read_text("utf-8"), re.MULTILINE)]
+    assert len(named) > 5
+    for path, name in named:
+        module = ".".join(path.with_suffix("").parts)
+        assert name == ('"jev.access"' if module == "jev.access_log" else f'"{module}"'), path

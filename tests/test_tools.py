@@ -96,3 +96,12 @@ def test_the_serving_benchmark_leaves_nothing_behind_a_worker_that_dies(tmp_path
     with pytest.raises(SystemExit, match="did not start:\n.*needs an NVIDIA GPU"):
         bench_serving.Service(tmp_path, tmp_path / "tokenizer.json", [])
     assert started and all(process.returncode is not None for process in started)
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    from tools.oldest import oldest
+    assert oldest(["\n# why\nnumpy>=2.0,<2.5\nnumba-cuda[cu13]>=0.30,<0.31", "numpy>=2.0,<2.5"]) == {
+        "numpy": "2.0", "numba-cuda": "0.30"}
+    for wrong in ("numpy", "numpy<2", "numpy>=2.0\nnumpy>=2.1"):
+        with pytest.raises(SystemExit, match="setup.cfg: numpy"):
+            oldest([wrong])

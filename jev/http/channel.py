@@ -30,7 +30,7 @@ LINGER_BLOCK = 65536
 HALF_CLOSED_PROBE_SECONDS = 0.5
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-logger = logging.getLogger("jev.http")
+logger = logging.getLogger("jev.http.channel")
 
 
 class Task(WSGITask):

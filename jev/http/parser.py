@@ -27,7 +27,7 @@ MAX_SKIPPED_BYTES = 65536
 CONTENT_LENGTH = re.compile(r"[0-9]+", re.ASCII)
 ABSOLUTE_TARGET = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://")
 
-logger = logging.getLogger("jev.http")
+logger = logging.getLogger("jev.http.parser")
 
 
 class RequestHead(NamedTuple):
