@@ -54,7 +54,8 @@ def installed(tmp_path_factory):
 
 def test_an_installation_has_all_modules_and_the_demo_works_in_it(installed, tmp_path):
     for package in ("jev", "jev_kernels"):
-        wanted = {path.relative_to(ROOT) for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".json")}
+        wanted = {path.relative_to(ROOT) for path in (ROOT / package).rglob("*")
+                  if path.is_file() and path.suffix != ".pyc"}
         assert wanted == {path.relative_to(installed) for path in (installed / package).rglob("*") if path.is_file()}
     shown = subprocess.run([sys.executable, "-m", "jev", "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
                            env={**os.environ, "PYTHONPATH": str(installed), "OPEN_JEV_BACKEND": "numpy"})
