@@ -1,6 +1,9 @@
 # make demo     watch a worker answer: makes .venv and a small checkpoint, starts a worker, asks it, shows the answers
 # make test     run the tests; they need no GPU and no torch
+# make lint     ruff and mypy
 # make parity   compare live with torch, transformers and peft, installed in .venv-parity
+# make test-oldest   some tests with the oldest versions that setup.cfg admits, in .venv-oldest (Python 3.10 to 3.12)
+# make package  build a wheel and an sdist in dist/, install the wheel elsewhere and try it
 # make clean    remove what the others made
 #
 # Needed: Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), and make.
@@ -14,9 +17,10 @@ SHELL := /bin/sh
 .ONESHELL:
 .SILENT:
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity clean
+.PHONY: help demo lint test test-oldest parity package clean
 
-# $(call environment,FOLDER,NAME,EXTRAS): a virtual environment with this package and its EXTRAS. The stamp says for which
+# $(call environment,FOLDER,NAME,EXTRAS,OLDEST): a virtual environment with this package and its EXTRAS, in the oldest
+# admitted versions where OLDEST names extras. The stamp says for which
 # inputs the environment was made and what is in it. It is taken away before anything changes and put back at the end,
 # so an interrupted or outdated environment is made anew.
 define environment
@@ -40,7 +44,8 @@ case "$$have " in
     esac
     rm -f $(1)/.stamp
     echo "Installing jev$(3) and what it needs (a few minutes the first time)"
-    $(1)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.$(3)' 9<&-
+    $(if $(4),$(1)/bin/python tools/oldest.py $(4) > $(1)/oldest.txt)
+    $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(if $(4),--constraint $(1)/oldest.txt) --editable '.$(3)' 9<&-
     echo "$$have base $(2)" > $(1)/.stamp.new
     mv $(1)/.stamp.new $(1)/.stamp
     ;;
@@ -55,6 +60,11 @@ demo:
 	$(call environment,.venv,base,)
 	exec .venv/bin/python -m jev demo --dir .demo
 
+lint:
+	$(call environment,.venv,dev,[dev])
+	.venv/bin/ruff check .
+	exec .venv/bin/mypy
+
 test:
 	$(call environment,.venv,test,[test])
 	# Two processes on few cores: NumPy's own threads would only get into each other's way.
@@ -66,13 +76,28 @@ test:
 	.venv/bin/python -m pytest -n 2 --dist loadfile tests || failed=1
 	exit $$failed
 
+# The contract, HTTP, the whole worker, a few kernels in the simulator, and a kernel compiled.
+test-oldest:
+	$(call environment,.venv-oldest,oldest,[test],test)
+	export OPENBLAS_NUM_THREADS=1
+	NUMBA_ENABLE_CUDASIM=1 .venv-oldest/bin/python -m pytest tests/kernels/test_silu.py tests/kernels/test_ptx.py
+	exec .venv-oldest/bin/python -m pytest -n 2 tests/test_contract.py tests/test_app.py tests/test_processor.py \
+	    tests/http tests/checkpoint tests/compiled/test_cubin.py tests/test_server.py
+
+# The wheel is built from the sdist, which holds what the tests need as well (MANIFEST.in).
+package:
+	$(call environment,.venv,dev,[dev])
+	rm -rf dist build
+	.venv/bin/python -m build --outdir dist . > /dev/null
+	exec .venv/bin/python tools/try_package.py dist
+
 parity:
 	$(call environment,.venv-parity,parity,[test$(comma)parity])
 	echo "Comparing with torch, transformers and peft"
 	exec .venv-parity/bin/python -m pytest -m parity tests/parity
 
 clean:
-	rm -rf .venv .venv-parity .demo .pytest_cache .hypothesis build dist ./*.egg-info
+	rm -rf .venv .venv-parity .venv-oldest .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 comma := ,

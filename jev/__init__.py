@@ -1,3 +1,3 @@
 """Decision worker for Open-Jev: a state and typed questions in, calibrated probabilities out."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,6 +1,6 @@
 """``python -m jev`` and the command ``jev``."""
 
-import _signal  # the module signal takes milliseconds, in which a signal would be a traceback
+import _signal  # type: ignore[import-not-found]  # the module signal takes milliseconds, in which a signal would be a traceback
 import sys
 
 # Ctrl-C ends the process at once, without a traceback, until a command has begun that can say more; see jev.signals.

@@ -123,7 +123,7 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
     app.after_request(lambda response: _finish(flask.request.environ[EXCHANGE], response))
     routed = app.wsgi_app
 
-    def wsgi_app(environ: dict[str, Any], start_response: Callable) -> Iterable[bytes]:
+    def wsgi_app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Decisions go around Flask's routing and contexts, which take 0.15 ms, and half a millisecond on a processor
         that has had nothing to do while the GPU worked."""
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -142,8 +142,8 @@ def create_app(engine: Engine, settings: Settings) -> Flask:
             response = handler(error, request)
         return _finish(exchange, response)(environ, start_response)
 
-    app.refuse_head, app.max_body_bytes = refuse_head, MAX_BODY_BYTES
-    app.wsgi_app = wsgi_app
+    app.refuse_head, app.max_body_bytes = refuse_head, MAX_BODY_BYTES       # type: ignore[attr-defined]
+    app.wsgi_app = wsgi_app             # type: ignore[method-assign]
     return app
 
 
@@ -171,7 +171,7 @@ def _authorized(head: RequestHead, key: bytes) -> bool:
 def _json(status: int, value: Any, errors: Sequence[dict[str, Any]] = ()) -> Response:
     """errors: why it is no answer, for the log: {"type"} or {"type", "loc"} of each."""
     response = Response(json.dumps(value, allow_nan=False), status, mimetype="application/json")
-    response.logged_errors = errors
+    response.logged_errors = errors     # type: ignore[attr-defined]
     return response
 
 
@@ -220,7 +220,8 @@ def _described(error: HTTPException) -> Response:
         return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
     name = error.name.lower().replace(" ", "_")
     message = {404: f"no such path; there are {_PATHS}", 405: f"this path does not take this method; there are {_PATHS}"}
-    response = _error(error.code, name, message.get(error.code, error.name))
+    code = error.code or 500
+    response = _error(code, name, message.get(code, error.name))
     for header, value in error.get_headers():
         if header.lower() != "content-type":            # such as Allow
             response.headers[header] = value
@@ -234,13 +235,15 @@ def _unexpected(error: BaseException, request: Request) -> Response:
     return _error(500, "internal_error", "internal error")
 
 
-HANDLERS = ((ContractError, _refused_by_contract), (Refused, _refused_for_now), (RequestTooLarge, _too_large),
-            (InferenceError, _failed), (Cancelled, _client_gone), (HTTPException, _http_error), (Exception, _unexpected))
+HANDLERS: tuple[tuple[type[Exception], Callable[[Any, Request], Response]], ...] = (
+    (ContractError, _refused_by_contract), (Refused, _refused_for_now), (RequestTooLarge, _too_large),
+    (InferenceError, _failed), (Cancelled, _client_gone), (HTTPException, _http_error), (Exception, _unexpected))
 
 
 def _finish(exchange: _Exchange, response: Response) -> Response:
     status = response.status_code
-    explained = {"errors": response.logged_errors} if response.logged_errors else {}
+    errors = response.logged_errors     # type: ignore[attr-defined]
+    explained: dict[str, Any] = {"errors": errors} if errors else {}
     if exchange.gone is not None and exchange.gone():
         explained["answer"], status = status, CLIENT_CLOSED_REQUEST         # nobody takes it any more
     for header in access_log.REQUEST_ID_HEADERS:

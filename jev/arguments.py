@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.set_defaults(parser=self)                  # a command's parser, where there are commands, overrides this
 
-    def add_argument(self, *names: str, type: Callable[[str], Any] | None = None, **options: Any) -> argparse.Action:
+    def add_argument(self, *names: str, type: Callable[[str], Any] | None = None,       # type: ignore[override]
+                     **options: Any) -> argparse.Action:
         """As ever, but a ``type`` that refuses its value (ValueError or ArgumentTypeError) is told with all the rest."""
         self.flags += [name for name in names if name.startswith("--")]
         if type is not None:
@@ -52,7 +53,8 @@ class Parser(argparse.ArgumentParser):
         if "model" in names:
             self.add_argument("export", metavar="EXPORT", nargs="?", help="the same as --model EXPORT")
         for f in settable(names):
-            default = "" if f.default in (None, ()) else f"; default {int(f.default) if isinstance(f.default, bool) else f.default}"
+            value = int(f.default) if isinstance(f.default, bool) else f.default
+            default = "" if value in (None, ()) else f"; default {value}"
             help = f"{f.metadata['help']} [{', '.join(f.metadata['env'])}{default}]"
             if f.name == "verify":          # a switch takes no value: what follows it may be the export
                 self.add_argument(f.metadata["flag"], dest=f.name, action="store_const", const="1", help=help)
@@ -60,13 +62,16 @@ class Parser(argparse.ArgumentParser):
                 metavar = "EXPORT" if f.name == "model" else f.name.split("_")[-1].upper()
                 self.add_argument(f.metadata["flag"], dest=f.name, metavar=metavar, help=help)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace=None) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None,                             # type: ignore[override]
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        known: argparse.Namespace
         known, rest = self.parse_known_args(args, namespace)
-        parser: Parser = vars(known).pop("parser")      # the one of the command that was given
-        wrong = parser._unknown(known, rest) + [value for value in vars(known).values() if isinstance(value, _Wrong)]
+        given: dict[str, Any] = known.__dict__
+        parser: Parser = given.pop("parser")            # the one of the command that was given
+        wrong = parser._unknown(known, rest) + [value for value in given.values() if isinstance(value, _Wrong)]
         if parser.uses:
             flags = {name: getattr(known, name, None) for name in parser.uses}
-            if (export := vars(known).pop("export", None)) is not None:
+            if (export := given.pop("export", None)) is not None:
                 if flags["model"] is not None:
                     wrong.append("the export is given twice, as EXPORT and as --model EXPORT")
                 flags["model"] = export
@@ -123,4 +128,4 @@ def _read(type: Callable[[str], Any], name: str) -> Callable[[str], Any]:
     return read
 
 
-EXPECTED = {int: "an integer", float: "a number"}
+EXPECTED: dict[Callable[[str], Any], str] = {int: "an integer", float: "a number"}

@@ -51,8 +51,11 @@ def audit(export: Export, backbone: Backbone, sequences: Sequence[np.ndarray]) -
 
 def paired(ours: weights.Model, theirs: weights.Model) -> weights.Model:
     """One model whose weights are pairs, for ``AuditOps``."""
-    layers = tuple(replace(a, **{name: Pair(x, getattr(b, name)) for name, x in vars(a).items()
-                                 if name not in ("kind", "number") and x is not None}) for a, b in zip(ours.layers, theirs.layers))
+    def layer(a: weights.Layer, b: weights.Layer) -> weights.Layer:
+        pairs: dict[str, Any] = {name: Pair(x, getattr(b, name)) for name, x in vars(a).items()
+                                 if name not in ("kind", "number") and x is not None}
+        return replace(a, **pairs)
+    layers = tuple(map(layer, ours.layers, theirs.layers))
     return weights.Model(Pair(ours.embed, theirs.embed), layers, Pair(ours.norm, theirs.norm))
 
 

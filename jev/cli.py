@@ -20,6 +20,7 @@ from jev.settings import Settings
 from jev.threads import OutOfThreads, limits, refused
 
 if TYPE_CHECKING:
+    from jev.checkpoint.opening import Export
     from jev.engine import Engine
 
 INTRODUCTION = """\
@@ -63,6 +64,7 @@ def open_engine(settings: Settings) -> Engine:
     from jev.checkpoint.verify import verify
     from jev.engine import DEMO_NOTICE, Engine
     from jev.model.backends import open_backbone
+    assert settings.model is not None           # the command line asks for it
     export = open_export(settings.model, settings.max_length)
     say(f"model: {describe(export)}")
     say(f"files: {verify(export, weights=settings.verify)}")
@@ -72,11 +74,9 @@ def open_engine(settings: Settings) -> Engine:
     return Engine(export, backbone, settings)
 
 
-def describe(export) -> str:
-    from jev.checkpoint.pinned import DEMO, pinned
+def describe(export: Export) -> str:
     manifest = export.manifest
-    source = DEMO if export.demo else pinned(manifest.model_id)
-    return (f"{source.title} ({manifest.model_id}), {export.config.num_layers} layers of {export.config.hidden_size}, "
+    return (f"{manifest.source.title} ({manifest.model_id}), {export.config.num_layers} layers of {export.config.hidden_size}, "
             f"prompts of up to {manifest.max_length} tokens, temperature {manifest.temperature:g}")
 
 
@@ -260,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = parser.parse_args(argv)
             for remark in getattr(args, "remarks", ()):
                 say(f"jev: {remark}")
-            return args.run(args)
+            status: int = args.run(args)
+            return status
     except KeyboardInterrupt:
         say("interrupted")
         return 130

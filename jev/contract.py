@@ -180,7 +180,8 @@ def _kind(value: Any) -> str:
     """What JSON calls a value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "a boolean"
-    return {str: "a string", dict: "an object", list: "an array"}.get(type(value), "a number")
+    kinds: dict[type, str] = {str: "a string", dict: "an object", list: "an array"}
+    return kinds.get(type(value), "a number")
 
 
 def _check_names(fields: Mapping[str, Any], known: tuple[str, ...], path: Sequence[str], problems: _Problems) -> None:
@@ -307,7 +308,8 @@ def _not_a(wanted: str, criteria: Any) -> tuple[str, str]:
 
 def _question(id: str, question: dict[str, Any], context: str) -> Question:
     """Compiles a question that has passed the checks."""
-    kind, criteria = question["type"], question.get("criteria")
+    kind: str = question["type"]
+    criteria: Any = question.get("criteria")
     instructions = render(question["instructions"])
     if kind == "noul":
         for key, lead in (("true", "Yes"), ("false", "No")):

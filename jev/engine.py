@@ -19,7 +19,6 @@ import numpy as np
 from jev import contract
 from jev.checkpoint.manifest import MANIFEST_FILE
 from jev.checkpoint.opening import Export
-from jev.checkpoint.pinned import DEMO, pinned
 from jev.contract import ContractError
 from jev.model import finite
 from jev.model.backbone import Backbone, BackendError, BackendLost
@@ -209,10 +208,9 @@ class Engine:
 def _about(export: Export) -> dict[str, Any]:
     """What GET /v1/models says of an export, whose folder may be gone or touched later."""
     model_id = export.manifest.model_id
-    source = DEMO if export.demo else pinned(model_id)
     about = DEMO_NOTICE if export.demo else f"decision head and merged LoRA on {model_id}"
     # Clients require a date, and the checkpoints state none: the day on which this export was made.
     made = datetime.fromtimestamp((export.path / MANIFEST_FILE).stat().st_mtime, timezone.utc)
-    entry = {"id": model_id, "name": model_id, "description": f"{source.title}: {about}",
+    entry = {"id": model_id, "name": model_id, "description": f"{export.manifest.source.title}: {about}",
              "release_date": made.date().isoformat()}
     return {"models": [entry], "aliases": sorted(export.model_names - {model_id})}

@@ -31,7 +31,7 @@ def requests(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
                     break
             else:
                 if not _are_lines(held):
-                    yield first[0], b"".join(body for _, body in held)
+                    yield first[0], b"".join(body or b"" for _, body in held)
                     return
             if size > limit and not _are_lines(held):
                 for _ in lines:                         # the rest of a document that is too large
@@ -83,7 +83,7 @@ def in_order(pool: Executor, run: Callable[[Any], Any], requests: Iterator[tuple
     A thread takes the requests, so that one that has yet to come keeps no answer waiting. What it raises is raised
     here.
     """
-    under_way: queue.Queue = queue.Queue(window)
+    under_way: queue.Queue[Any] = queue.Queue(window)
     given_up = threading.Event()
 
     def take() -> None:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from jev.threads import starting
 
@@ -132,7 +132,9 @@ class Writer:
 
 def _blocks(lines: list[bytes]) -> list[bytes]:
     """Joined to blocks of at most PIPE_BUF bytes, which a pipe takes whole, but for a line that is longer."""
-    blocks, together, size = [], [], 0
+    blocks: list[bytes] = []
+    together: list[bytes] = []
+    size = 0
     for line in lines:
         if together and size + len(line) > select.PIPE_BUF:
             blocks.append(b"".join(together))
@@ -160,7 +162,7 @@ class _Raw(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:              # whatever has a buffer
         self._writer.put(bytes(data))
         return len(data)
 
@@ -186,10 +188,10 @@ def _missing(count: int) -> bytes:
     return f"{_now()} WARNING jev.logs: {count} lines are missing here: stderr was not read\n".encode()
 
 
-def _descriptor(stream) -> int | None:
+def _descriptor(stream: TextIO | None) -> int | None:
     """The one under a stream; None for a stream that is closed, absent or in memory."""
     try:
-        return stream.fileno()
+        return None if stream is None else stream.fileno()
     except (AttributeError, OSError, ValueError):
         return None
 
@@ -209,7 +211,7 @@ def service(level: int) -> Iterator[None]:
             stderr, sys.stderr = sys.stderr, io.TextIOWrapper(
                 _Raw(_writers[-1]), sys.stderr.encoding, "backslashreplace", line_buffering=True)
             undo.callback(_give_back, stderr, _writers[-1])
-        access = logging.NullHandler()
+        access: logging.Handler = logging.NullHandler()
         if (fd := _descriptor(sys.stdout)) is not None:
             _writers.append(Writer(fd, _access_missing, INTERVAL_SECONDS))
             access = _AccessHandler(_writers[-1])
@@ -229,7 +231,7 @@ def service(level: int) -> Iterator[None]:
         yield
 
 
-def _give_back(stderr, writer: Writer) -> None:
+def _give_back(stderr: TextIO, writer: Writer) -> None:
     if writer not in _writers:                  # it has written everything
         sys.stderr = stderr
 

@@ -215,7 +215,10 @@ class Processor:
             raise ContractError(self._hopeless(request, hopeless))
         ids = self._encode_texts(texts) | self._ending_ids
         limit = self.max_length * ID.itemsize
-        shared, own, errors, total = [], [], [], 0
+        shared: list[Any] = []
+        own: list[Any] = []
+        errors: list[Any] = []
+        total = 0
         context = self._prefix_ids + ids[request.questions[0].parts[0][0]]
         for question in request.questions:
             asked = ids[question.parts[0][1]]
@@ -285,7 +288,9 @@ class Processor:
 
     def _encode_in_batches(self, texts: list[str]) -> list[list[int]]:
         """In batches that bound the tokenizer's memory."""
-        out, batch, characters = [], [], 0
+        out: list[list[int]] = []
+        batch: list[str] = []
+        characters = 0
         for text in texts:
             if batch and characters + len(text) > BATCH_CHARACTERS:
                 out += self._encode_batch(batch)

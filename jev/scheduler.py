@@ -44,7 +44,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -183,7 +183,7 @@ def compose(waiting: Sequence[Work], max_rows: int) -> list[Part]:
     if len(waiting) == 1 and not first.next and first.sequences.bounds[-1] <= max_rows:    # the GPU waits: no look-ups
         return [Part(first, 0, len(first.sequences))]
     share = max(1, max_rows // len(waiting))
-    parts = []
+    parts: list[Part] = []
     for work in waiting:
         part = Part(work, work.next, work.next)
         part.end, cost = work.reach(part.start, part.end, min(share, room))
@@ -393,7 +393,10 @@ class Scheduler:
 
     def _forward(self, parts: list[Part]) -> None:
         started = time.perf_counter()
-        failure, interrupted, scores, resumed, bad = None, False, None, None, 0
+        failure: BaseException | None = None
+        scores: Any = None                              # float32, one for each sequence
+        resumed: Any = None                             # intp, one for each sequence in the order given
+        interrupted, bad = False, 0
         try:
             sequences = Sequences.join([part.work.sequences.part(part.start, part.end) for part in parts])
             scores, found = self._infer(sequences)
@@ -445,7 +448,7 @@ class Scheduler:
         if again:
             logger.warning("a forward of %d requests gave %d of them scores that are not finite; each is computed once more "
                            "alone", len(parts), len(again))
-        if interrupted:
+        if interrupted and failure is not None:
             raise failure
         if bad:
             logger.error("a forward gave scores that are not finite, to %d of %d requests", bad, len(parts))

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from waitress import wasyncore
 from waitress.adjustments import Adjustments
@@ -34,11 +34,7 @@ from waitress.task import ThreadedTaskDispatcher
 
 from jev.http.channel import Channel
 from jev.http.parser import HEAD_ACCEPTED, Refusal, RefuseHead, RequestHead
-from jev.settings import Settings
 from jev.threads import OutOfThreads, starting
-
-if TYPE_CHECKING:            # the gateway runs this server too, and has no engine to load
-    from jev.engine import Engine
 
 __all__ = ["HEAD_ACCEPTED", "Refusal", "RefuseHead", "RequestHead", "Server", "bind", "url"]
 logger = logging.getLogger("jev.server")
@@ -134,7 +130,7 @@ class _Threads(ThreadedTaskDispatcher):
 
     def idle(self) -> int:
         """Threads with nothing to do. Called with the lock held."""
-        return len(self.threads) - self.stop_count - self.active_count
+        return int(len(self.threads) - self.stop_count - self.active_count)
 
     def add_task(self, task: Channel) -> None:
         if threading.get_ident() != self.loop.leader:
@@ -233,6 +229,29 @@ def url(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class Drained(Protocol):
+    """What stands behind an application: an Engine, or the gateway's Workers."""
+
+    on_lost: Callable[[], None]         # called when it can answer nothing more
+
+    @property
+    def pending(self) -> int:
+        """Requests that were admitted and are not answered yet."""
+
+    def drain(self) -> None:
+        """Admit nothing more."""
+
+
+class Limits(Protocol):
+    """The settings that a Server needs, of the worker or of the gateway."""
+
+    @property
+    def queue(self) -> int: ...
+
+    @property
+    def drain_seconds(self) -> float: ...
+
+
 class Server:
     """Serves a WSGI ``app`` on a bound socket until ``stop``. ``run`` is called once, by one thread.
 
@@ -241,7 +260,7 @@ class Server:
     Raises OutOfThreads.
     """
 
-    def __init__(self, app: Callable, engine: Engine, settings: Settings, sock: socket.socket) -> None:
+    def __init__(self, app: Callable[..., Any], engine: Drained, settings: Limits, sock: socket.socket) -> None:
         self.engine = engine
         self.drain_seconds = settings.drain_seconds
         self.url = url(sock)
@@ -284,7 +303,8 @@ class Server:
             self.stop()
 
     def run(self) -> bool:
-        """Serve until stopped, or until the engine is lost. True when everything admitted was answered, whether or not its client took it."""
+        """Serve until stopped, or until the engine is lost. True when everything admitted was answered, whether or not its
+        client took it."""
         try:
             self._threads.loop.begin()
             reason = self._reason()

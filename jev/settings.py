@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ class Settings:
         return self.sources.get(name, self.__dataclass_fields__[name].metadata["flag"])
 
 
-def settable(names: Collection[str] | None = None) -> Iterator:
+def settable(names: Collection[str] | None = None) -> Iterator[Field[Any]]:
     """The fields of Settings that have a variable: those of ``names``, in the order of the class, or all."""
     return (f for f in fields(Settings) if "env" in f.metadata and (names is None or f.name in names))
 
@@ -189,7 +189,7 @@ def misspelt(environ: Mapping[str, str], used: Collection[str], known: Collectio
 def _meant(name: str, known: Collection[str]) -> str | None:
     """After a prefix that is right the rest alone is compared: OPEN_JEV_HOME is not nearly OPEN_JEV_HOST."""
     written = letters(name)
-    for prefix in {PREFIX.match(right)[0] for right in known}:
+    for prefix in {match[0] for right in known if (match := PREFIX.match(right))}:
         if written.startswith(letters(prefix)):
             rest = meant(written[len(letters(prefix)):], [right[len(prefix):] for right in known if right.startswith(prefix)])
             return rest and prefix + rest

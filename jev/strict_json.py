@@ -137,7 +137,7 @@ def parse(body: bytes) -> Any:
 def _repeated(pairs: list[tuple[str, Any]]) -> str:
     """The first key that occurs a second time."""
     seen: set[str] = set()
-    return next(key for key, _ in pairs if key in seen or seen.add(key))
+    return next(key for key, _ in pairs if key in seen or seen.add(key))        # type: ignore[func-returns-value]
 
 
 def _check_depth(body: bytes) -> None:

@@ -38,8 +38,9 @@ def shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
                 at + "mlp.down_proj.weight": (h, inter)}
         if kind == F:
             a = at + "self_attn."
-            out |= {a + "q_proj.weight": (2 * d * c.num_attention_heads, h), a + "k_proj.weight": (d * c.num_key_value_heads, h),
-                    a + "v_proj.weight": (d * c.num_key_value_heads, h), a + "o_proj.weight": (h, d * c.num_attention_heads),
+            out |= {a + "q_proj.weight": (2 * d * c.num_attention_heads, h),
+                    a + "k_proj.weight": (d * c.num_key_value_heads, h), a + "v_proj.weight": (d * c.num_key_value_heads, h),
+                    a + "o_proj.weight": (h, d * c.num_attention_heads),
                     a + "q_norm.weight": (d,), a + "k_norm.weight": (d,)}
         else:
             a = at + "linear_attn."

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def test_what_fails_is_counted_and_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", write_if_room)
     writer = writer_to(file.fileno())
     full.set()
-    for i in range(5):
+    for _ in range(5):
         writer.put(b"lost\n")
     eventually(lambda: writer._dropped == 5)
     time.sleep(0.05)                                    # some attempts
@@ -271,7 +272,7 @@ def test_a_worker_that_gives_up_ends_too_when_nobody_reads_its_log(export):
 def test_the_count_is_in_the_log_when_there_is_room_again(export):
     with worker(export, "stdout", "import jev.logs; jev.logs.ROOM_BYTES = 20_000\n" + FAKE) as service:
         connection = HTTPConnection("127.0.0.1", service.port, timeout=20)
-        for i in range(300):
+        for _ in range(300):
             service.ask(connection, "/unknown")
         service.take("stdout")
         eventually(lambda: b'"dropped"' in service.read["stdout"])
@@ -295,3 +296,12 @@ def test_a_gateway_whose_log_nobody_reads_answers_and_ends(export):
         connection.close()
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(30) == 0
+
+
+def test_loggers_are_named_by_their_modules():
+    named = [(path.relative_to(ROOT), name) for package in ("jev", "jev_kernels") for path in (ROOT / package).rglob("*.py")
+             for name in re.findall(r"^logger = logging\.getLogger\((.*)\)$", path.read_text("utf-8"), re.MULTILINE)]
+    assert len(named) > 5
+    for path, name in named:
+        module = ".".join(path.with_suffix("").parts)
+        assert name == ('"jev.access"' if module == "jev.access_log" else f'"{module}"'), path

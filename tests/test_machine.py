@@ -22,8 +22,8 @@ from jev_kernels.runtime import disk
 from tests.fakes import ROOT
 
 # A port other than 0 that something listens on or is told to listen on.
-FIXED_PORT = re.compile(r"""(create_server|bind)\(\("[^"]*",\s*[1-9]|"--port",\s*"[1-9]\d*"|port=[1-9]\d{3}|"OPEN_JEV_PORT": "[1-9]\d*"""
-                        r"""|OMNI_JEV_BIND[^\n]*:[1-9]\d{3}\b""")
+FIXED_PORT = re.compile(r"""(create_server|bind)\(\("[^"]*",\s*[1-9]|"--port",\s*"[1-9]\d*"|port=[1-9]\d{3}"""
+                        r"""|"OPEN_JEV_PORT": "[1-9]\d*|OMNI_JEV_BIND[^\n]*:[1-9]\d{3}\b""")
 REFUSED = ("99999", "65536", "tests/test_settings.py", "tests/test_machine.py")      # never listened on
 
 
@@ -54,7 +54,8 @@ def installed(tmp_path_factory):
 
 def test_an_installation_has_all_modules_and_the_demo_works_in_it(installed, tmp_path):
     for package in ("jev", "jev_kernels"):
-        wanted = {path.relative_to(ROOT) for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".json", ".md")}
+        wanted = {path.relative_to(ROOT) for path in (ROOT / package).rglob("*")
+                  if path.is_file() and path.suffix != ".pyc"}
         assert wanted == {path.relative_to(installed) for path in (installed / package).rglob("*") if path.is_file()}
     shown = subprocess.run([sys.executable, "-m", "jev", "demo"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
                            env={**os.environ, "PYTHONPATH": str(installed), "OPEN_JEV_BACKEND": "numpy"})

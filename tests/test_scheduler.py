@@ -159,12 +159,14 @@ def test_cached_rows_are_counted_once_and_never_beyond_the_requests_rows(start):
     scheduler = start(score, max_rows=70)
     options = [np.append(np.zeros(40, int), [i] * 10) for i in range(1, 6)]
 
-    def infer(sequences):
-        forwards.append(len(sequences))
-        return Inferred(score(sequences), np.full(len(sequences), 32 if len(forwards) > 1 or known else 0, np.intp))
+    def resuming(forwards, known):
+        def infer(sequences):
+            forwards.append(len(sequences))
+            return Inferred(score(sequences), np.full(len(sequences), 32 if len(forwards) > 1 or known else 0, np.intp))
+        return infer
     for known, cached in ((False, 0), (True, 32)):
         forwards = []
-        scheduler._infer = infer
+        scheduler._infer = resuming(forwards, known)
         result = submit(scheduler, options)
         assert len(forwards) == result.forwards > 1 and result.cached == cached
 

@@ -36,7 +36,7 @@ def test_graph_has_two_names(environ, graph):
 @pytest.mark.parametrize("name, value", [
     ("OPEN_JEV_PORT", "65536"), ("OPEN_JEV_PORT", "x"), ("OPEN_JEV_PORT", "-1"), ("OPEN_JEV_BACKEND", "CUDA"),
     ("OPEN_JEV_MAX_LENGTH", "0"), ("OPEN_JEV_MAX_LENGTH", "16385"), ("OPEN_JEV_GRAPH", "yes"), ("CUA_S1_GRAPH", "2"),
-    ("OPEN_JEV_QUEUE", "0"), ("OPEN_JEV_QUEUE_MB", "15"), ("OPEN_JEV_BATCH_ROWS", "0"), ("OPEN_JEV_BATCH_ROWS", "0"), ("OPEN_JEV_VERIFY", "yes"),
+    ("OPEN_JEV_QUEUE", "0"), ("OPEN_JEV_QUEUE_MB", "15"), ("OPEN_JEV_BATCH_ROWS", "0"), ("OPEN_JEV_VERIFY", "yes"),
     ("OPEN_JEV_PORT", "8_000"), ("OPEN_JEV_PORT", "٨٠٠٠"), ("OPEN_JEV_PORT", "+80"), ("OPEN_JEV_PORT", "9" * 5000),
     ("OPEN_JEV_DRAIN_SECONDS", "1_0"), ("OPEN_JEV_DRAIN_SECONDS", "-1"), ("OPEN_JEV_DRAIN_SECONDS", "86400.5"),
     ("OPEN_JEV_DRAIN_SECONDS", "nan"), ("OPEN_JEV_HOST", "a b"),
@@ -95,7 +95,8 @@ def test_what_kubernetes_sets_for_a_service_is_ignored_with_a_line(value):
 
 @pytest.mark.parametrize("name, right", [
     ("OPEN_JEV_MODLE", "OPEN_JEV_MODEL"), ("OPEN_JEV_DRAIN_SECOND", "OPEN_JEV_DRAIN_SECONDS"),
-    ("OPENJEV_PORT", "OPEN_JEV_PORT"), ("open_jev_port", "OPEN_JEV_PORT"), ("OPEN_JEV_APIKEY", "OPEN_JEV_API_KEY"), ("OPNE_JEV_PORT", "OPEN_JEV_PORT"),
+    ("OPENJEV_PORT", "OPEN_JEV_PORT"), ("open_jev_port", "OPEN_JEV_PORT"), ("OPEN_JEV_APIKEY", "OPEN_JEV_API_KEY"),
+    ("OPNE_JEV_PORT", "OPEN_JEV_PORT"),
     ("CUA_S1_GRAPHS", "CUA_S1_GRAPH"), ("OPEN_JEV_HOME", None), ("OPEN_JEV_TOKEN", None), ("OPENAI_API_KEY", None),
     ("OMNI_JEV_BIND", None), ("PORT", None), ("OPEN_JEV_PORT", None)])
 def test_variables_that_are_nearly_settings(name, right):

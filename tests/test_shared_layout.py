@@ -7,7 +7,8 @@ from jev_kernels.ptx.shared_layout import Part, SharedLayout, array, barriers, b
 
 
 def test_parts_follow_each_other_at_multiples_of_their_alignment():
-    layout = SharedLayout(a=20, b=8, tile=Part(128, 1024), full=barriers(3), empty=barriers(2), flags=words(1), rows=array(3, 4))
+    layout = SharedLayout(a=20, b=8, tile=Part(128, 1024), full=barriers(3), empty=barriers(2), flags=words(1),
+                          rows=array(3, 4))
     assert layout._asdict() == {"a": 0, "b": 32, "tile": 1024, "full": 1152, "empty": 1176, "flags": 1192, "rows": 1200,
                                 "nbytes": 1212}
     assert block_bytes(layout) == 1212 + 1024 and block_bytes(layout, 128) == 1340

@@ -17,7 +17,7 @@ ON_A_GPU = {"bench_forward": [], "bench_gemm": [], "bench_kernels": [], "bench_s
             "synthetic_worker": ["--tokenizer", "x"]}
 WITH_TORCH = {"attention_waits": [], "bench_attention": [], "bench_export": [], "bench_gdn": [], "gpu_parity": [],
               "make_export_fixtures": [], "make_parity_fixtures": []}
-ON_ANYTHING = {"bench_choice", "bench_gateway", "bench_host", "golden_bits", "kernel_code", "soak"}
+ON_ANYTHING = {"bench_choice", "bench_gateway", "bench_host", "golden_bits", "kernel_code", "oldest", "soak", "try_package"}
 
 # One process loads the libraries once and then is, in a copy for each, a Python that is given a tool. The copies find
 # neither torch nor a GPU. What they print is framed by the tool's name and exit status.
@@ -48,7 +48,8 @@ for call in calls:
 def run_all(calls: dict[str, list[str]], folder: Path) -> dict[str, tuple[str, str]]:
     """(exit status, output) of each tool, started in ``folder``."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", EVERY_TOOL, str(ROOT / "tools"), *(" ".join([n, *a]) for n, a in calls.items())],
+    lines = [" ".join([name, *arguments]) for name, arguments in calls.items()]
+    done = subprocess.run([sys.executable, "-c", EVERY_TOOL, str(ROOT / "tools"), *lines],
                           cwd=folder, env={**env, "CUDA_VISIBLE_DEVICES": "-1"}, capture_output=True, text=True, timeout=250)
     found, said = {}, []
     for line in done.stdout.splitlines():
@@ -102,3 +103,12 @@ def test_the_serving_benchmark_leaves_nothing_behind_a_worker_that_dies(tmp_path
     with pytest.raises(SystemExit, match="did not start:\n.*needs an NVIDIA GPU"):
         bench_serving.Service(tmp_path, tmp_path / "tokenizer.json", [])
     assert started and all(process.returncode is not None for process in started)
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    from tools.oldest import oldest
+    assert oldest(["\n# why\nnumpy>=2.0,<2.5\nnumba-cuda[cu13]>=0.30,<0.31", "numpy>=2.0,<2.5"]) == {
+        "numpy": "2.0", "numba-cuda": "0.30"}
+    for wrong in ("numpy", "numpy<2", "numpy>=2.0\nnumpy>=2.1"):
+        with pytest.raises(SystemExit, match="setup.cfg: numpy"):
+            oldest([wrong])

@@ -17,7 +17,7 @@ from jev_kernels.reference import INTERLEAVE, L2_EPS
 
 
 def tensor(x, device) -> torch.Tensor:
-    """BF16 held as uint16 (NumPy, or anything with ``__cuda_array_interface__``) as a torch.bfloat16 tensor, shared on a GPU."""
+    """BF16 held as uint16 (NumPy, or anything with ``__cuda_array_interface__``) as torch.bfloat16, shared on a GPU."""
     if isinstance(x, np.ndarray):
         return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16).to(device)
     return torch.as_tensor(x, device=device).view(torch.bfloat16)

@@ -122,8 +122,8 @@ def by_turns(on: CudaBackbone, off: CudaBackbone, traces: Traces, rounds: int) -
 def line(name: str, r: dict) -> str:
     goal = f"{GOALS[name]:.2f}" if name in GOALS else ""
     off, on = r["off"], r["on"]
-    return (f"{name:<10}{r['requests']:>9}{r['hits']:>7.0%}{r['rows']:>8.0f}{off['mean']:>9.1f}{off['p50']:>8.1f}{off['p95']:>8.1f}"
-            f"{on['mean']:>9.1f}{on['p50']:>8.1f}{on['p95']:>8.1f}{r['floor_ms']:>8.1f}{r['ratio']:>8.3f}{goal:>6}")
+    return (f"{name:<10}{r['requests']:>9}{r['hits']:>7.0%}{r['rows']:>8.0f}{off['mean']:>9.1f}{off['p50']:>8.1f}"
+            f"{off['p95']:>8.1f}{on['mean']:>9.1f}{on['p50']:>8.1f}{on['p95']:>8.1f}{r['floor_ms']:>8.1f}{r['ratio']:>8.3f}{goal:>6}")
 
 
 def plot(path: str, agent: list[tuple[int, Sequences]], r: dict) -> None:

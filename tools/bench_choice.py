@@ -53,7 +53,8 @@ def main(argv=None) -> None:
             times.append(time.perf_counter() - started)
             busy.append(time.process_time() - cpu)
         results[name] = {"rows": rows, "seconds": float(np.median(times[1:])), "cpu_seconds": float(np.median(busy[1:]))}
-        print(f"{name:<16}{rows:>7} rows{results[name]['seconds']:>9.3f} s{results[name]['cpu_seconds']:>9.3f} s of CPU", flush=True)
+        print(f"{name:<16}{rows:>7} rows{results[name]['seconds']:>9.3f} s{results[name]['cpu_seconds']:>9.3f} s of CPU",
+              flush=True)
     few, many = (r["cpu_seconds" if backbone.name == "numpy" else "seconds"] for r in results.values())
     results["ratio"] = many / few
     print(f"ratio {many / few:.2f}")

@@ -81,7 +81,8 @@ def floors(c: ModelConfig, rows: int) -> dict[str, float]:
                                             8.0 * rows * heads * c.linear_key_head_dim * c.linear_value_head_dim),
             "gated_rms_norm": linear * ms(2.0 * 3 * rows * c.value_dim),
             "qk_rope": full * ms(2.0 * 2 * rows * (wide + narrow)),
-            "gated_attention": full * ms(2.0 * rows * (3 * wide + 2 * narrow), 4.0 * c.head_dim * pairs * c.num_attention_heads),
+            "gated_attention": full * ms(2.0 * rows * (3 * wide + 2 * narrow),
+                                         4.0 * c.head_dim * pairs * c.num_attention_heads),
             "gather_rows": 0.0}
 
 

@@ -3,7 +3,8 @@
     python tools/bench_gemm.py --model 27b --rows 96,107,128,192,256 --json gemm.json
 
 Each figure is the median of replays of a CUDA graph of several launches (one replay for what is far slower than the best),
-with weights that are not in the L2 cache, the contenders in turns. Every candidate's bits are compared with the reference order of its shape, as in serving.
+with weights that are not in the L2 cache, the contenders in turns. Every candidate's bits are compared with the reference
+order of its shape, as in serving.
 floor = max(bytes / bandwidth, operations / rate): bandwidth is a device copy measured in the same run, counting bytes
 read and written; the rate is --tflops, what a large square product reaches on the GPU in question (H200: 790).
 """

@@ -53,7 +53,7 @@ class Pools:
         self.before()
         self.gate.wait()
         pool = row_pool.build(sequences)
-        pool.tiles, pool.paths
+        _ = pool.tiles, pool.paths                      # made when first asked for
         self.built.append(time.perf_counter())
         return np.zeros((len(sequences), self.hidden_size), np.uint16), pool.n_rows
 

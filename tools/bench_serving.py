@@ -129,7 +129,8 @@ def device_memory_gb() -> float:
 
 def summary(times) -> dict:
     times = np.asarray(times)
-    return {"n": len(times), "mean": float(times.mean()), "p50": float(np.median(times)), "p95": float(np.percentile(times, 95))}
+    return {"n": len(times), "mean": float(times.mean()), "p50": float(np.median(times)),
+            "p95": float(np.percentile(times, 95))}
 
 
 def sequential(service: Service, bodies: list[bytes], passes: int = 2, port: int | None = None) -> dict:

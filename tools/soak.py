@@ -5,8 +5,8 @@
 Good clients (every answer must be the first one's equal), hostile bodies, clients that leave, slow ones, health
 checks, and now and then a backend that raises, returns NaN or runs out of device memory. Memory, descriptors and
 threads of both processes are printed as it goes. Exit status 0: every answer was right or allowed, most good requests
-were answered 200, nothing hung, and at the end both processes hold what they held at the beginning. Runs on loopback, on the NumPy backend, with a demo
-checkpoint unless an export is given. The number of clients is fixed and small.
+were answered 200, nothing hung, and at the end both processes hold what they held at the beginning. Runs on loopback,
+on the NumPy backend, with a demo checkpoint unless an export is given. The number of clients is fixed and small.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def synthetic_export(model: str, config, tokenizer: Path, max_length: int = 4096
     """What ``open_export`` would give for an export with these weights; its head is random too."""
     source = next(p for p in PINNED if p.alias == ALIASES[model])
     rng = np.random.default_rng(0)
-    head = Head(rng.standard_normal(config.hidden_size).astype(np.float32) * np.float32(config.hidden_size ** -0.5), np.float32(0))
+    weight = rng.standard_normal(config.hidden_size).astype(np.float32) * np.float32(config.hidden_size ** -0.5)
+    head = Head(weight, np.float32(0))
     manifest = Manifest(model_id=source.model_id, base_revision=source.base_revision,
                         checkpoint_revision=source.checkpoint_revision, temperature=2.5, max_length=max_length,
                         chat_prefix=CHAT_PREFIX, chat_suffix=CHAT_SUFFIX, head_weight=tuple(map(float, head.weight)),
@@ -76,7 +77,8 @@ def main(argv=None) -> None:
     config = synthetic.config(args.model, args.layers)
     settings = replace(Settings(), port=args.port)
     sock = bind(settings.host, settings.port)
-    backbone = synthetic_backbone(config, graph=not args.no_graph, ready_rows=args.ready_rows, log=lambda line: print(line, file=sys.stderr, flush=True))
+    backbone = synthetic_backbone(config, graph=not args.no_graph, ready_rows=args.ready_rows,
+                                  log=lambda line: print(line, file=sys.stderr, flush=True))
     engine = Engine(synthetic_export(args.model, config, args.tokenizer), backbone, settings)
     server = Server(create_app(engine, settings), engine, settings, sock)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -83,7 +84,7 @@ option is correct when the text supports it, and wrong when the text denies it o
 """
 
 
-def demo_config() -> dict:
+def demo_config() -> dict[str, Any]:
     """``config.json`` of the demo model."""
     return {
         "architectures": ["Qwen3_5TextModel"], "model_type": "qwen3_5_text", "dtype": "bfloat16",

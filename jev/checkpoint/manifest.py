@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jev.checkpoint.checked_json import Fields
-from jev.checkpoint.pinned import DEMO, DEMO_MODEL_ID, PINNED, pinned
+from jev.checkpoint.pinned import DEMO, DEMO_MODEL_ID, PINNED, Pinned, pinned
 
 FORMAT = "open-jev-text-merged/1"
 MANIFEST_FILE = "open_jev_export.json"
@@ -57,6 +57,13 @@ class Manifest:
         return cls(data["model_id"], data["base_revision"], data["checkpoint_revision"], f.number("temperature"),
                    f.integer("max_length", 1, MAX_LENGTH_LIMIT), f.text("chat_prefix"), f.text("chat_suffix"),
                    tuple(map(float, weight)), float(data["head_bias"]), demo)
+
+    @property
+    def source(self) -> Pinned:
+        """The released checkpoint that this is, or the demo; ``from_json`` has found one."""
+        source = DEMO if self.demo else pinned(self.model_id)
+        assert source is not None
+        return source
 
     def to_json(self) -> dict[str, Any]:
         """The object that ``from_json`` reads; ``demo`` appears in a demo's manifest only."""

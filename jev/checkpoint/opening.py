@@ -24,7 +24,6 @@ import numpy as np
 from jev.checkpoint.checked_json import CheckpointError, read_json, refuse_broken_link
 from jev.checkpoint.config import CONFIG_FILE, ModelConfig, check_dims
 from jev.checkpoint.manifest import MANIFEST_FILE, MAX_LENGTH_LIMIT, Manifest
-from jev.checkpoint.pinned import DEMO, pinned
 from jev.checkpoint.weight_files import map_tensors, text_tensors
 from jev.model.head import Head
 
@@ -64,7 +63,7 @@ def open_export(path: str | Path, max_length: int | None = None) -> Export:
         if type(max_length) is not int or not 1 <= max_length <= MAX_LENGTH_LIMIT:
             raise CheckpointError(f"max_length: expected 1..{MAX_LENGTH_LIMIT} tokens, found {max_length!r:.60}")
         manifest = replace(manifest, max_length=max_length)
-    source = DEMO if manifest.demo else pinned(manifest.model_id)
+    source = manifest.source
     config = ModelConfig.from_json(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE))
     check_dims(config, source, str(path / CONFIG_FILE))
     if len(manifest.head_weight) != config.hidden_size:

@@ -25,7 +25,8 @@ class Pinned:
         return frozenset({self.model_id, "open-jev", "jev-latest", self.alias})
 
 
-def _dims(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, key_heads: int, value_heads: int):
+def _dims(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, key_heads: int,
+          value_heads: int) -> dict[str, int]:
     return {"hidden_size": hidden, "intermediate_size": intermediate, "num_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": kv_heads, "linear_num_key_heads": key_heads,
             "linear_num_value_heads": value_heads, "head_dim": 256, "rotary_dim": 64, "linear_key_head_dim": 128,

@@ -82,10 +82,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             raise entry.refuse("data_offsets", "BF16 data at an odd byte")
         entries[name] = TensorEntry(path, dtype, tuple(shape), 8 + length + offsets[0], size)
     end = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
-        if entry.start != end:
+    for name, tensor in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
+        if tensor.start != end:
             raise fields.refuse(name, "leaves a gap or overlaps another tensor")
-        end += entry.size
+        end += tensor.size
     if end != file_size:
         raise CheckpointError(f"{path}: {file_size - end} bytes after the last tensor")
     return entries

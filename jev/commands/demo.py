@@ -57,7 +57,7 @@ def _make_demo_checkpoint(folder: Path) -> None:
         try:
             write_demo_checkpoint(folder, overwrite=True)
         except CheckpointError as error:
-            if not any(map(os.path.lexists, (folder, f"{folder}{UNFINISHED}"))):
+            if not any(os.path.lexists(path) for path in (folder, f"{folder}{UNFINISHED}")):
                 raise
             # Perhaps a demo that lost its manifest, perhaps something of the user's: not ours to delete.
             raise JevError(f"{error}; remove that folder (`make clean` removes the one of `make demo`)") from None
@@ -75,7 +75,8 @@ def _show_demo(folder: Path, request_file: Path, body: bytes, settings: Settings
     thread.start()
     try:
         say(f"3. posting {request_file} to {server.url}/v1/systemone\n")
-        connection = HTTPConnection(*sock.getsockname()[:2], timeout=120)
+        host, port = sock.getsockname()[:2]
+        connection = HTTPConnection(host, port, timeout=120)
         started = time.perf_counter()
         connection.request("POST", "/v1/systemone", body, {"Content-Type": "application/json"})
         response = connection.getresponse()

@@ -72,7 +72,7 @@ def read_adapter(checkpoint: Path, config: ModelConfig, rank: int) -> Adapter:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
         full = match[1] if match else ""
         module = full[len(next(p for p in PREFIXES if full.startswith(p))):]
-        if module not in wanted:
+        if match is None or module not in wanted:
             raise CheckpointError(f"{entry.path}: {name}: is not a LoRA matrix of {', '.join(sorted(TARGET_NAMES))} "
                                   f"in one of the language model's {config.num_layers} layers")
         outer, inner = shapes[f"{module}.weight"]

@@ -29,7 +29,8 @@ from jev_kernels import bf16
 def torch_matmul(b: np.ndarray, a: np.ndarray) -> np.ndarray:
     """float32 b @ a by the operation that PEFT uses."""
     torch = import_extra("torch")
-    return (torch.from_numpy(b) @ torch.from_numpy(a)).numpy()
+    product: np.ndarray = (torch.from_numpy(b) @ torch.from_numpy(a)).numpy()
+    return product
 
 
 def merged_pieces(name: str, base: TensorEntry, adapter: Adapter) -> Iterator[np.ndarray]:

@@ -27,7 +27,7 @@ def read_pieces(entry: TensorEntry) -> Iterator[np.ndarray]:
         file.seek(entry.start)
         for at in range(0, entry.size, PIECE_BYTES):
             piece = np.empty(min(PIECE_BYTES, entry.size - at) // dtype.itemsize, dtype)
-            view = memoryview(piece).cast("B")
+            view = piece.data.cast("B")
             while view:
                 got = file.readinto(view)
                 if not got:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
@@ -139,7 +139,8 @@ def _write(path: Path, contents: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, progress) -> str:
+def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream: Iterator[tuple[str, Iterable[np.ndarray]]],
+                 progress: Callable[[int], object] | None) -> str:
     """Write one safetensors file; its SHA-256 in hex, computed beside the writing by a thread of its own."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -167,8 +168,8 @@ def _write_shard(path: Path, shapes: Mapping[str, tuple[int, ...]], stream, prog
                     found = finite.describe(name, size - left + bad, int(piece[bad]), shape)
                     raise CheckpointError(f"{found}, which no export may hold")
                 hashed.result()                 # a piece is hashed while it is written and the next one is made
-                hashed = hasher.submit(digest.update, piece)
-                file.write(piece)
+                hashed = hasher.submit(digest.update, piece.data)
+                file.write(piece.data)
                 left -= piece.size
                 if progress:
                     progress(piece.nbytes)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from http import HTTPStatus
 from traceback import format_tb
+from typing import Any
 from urllib.parse import quote_from_bytes
 
 from waitress.utilities import build_http_date
@@ -55,7 +56,7 @@ ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # before the path, 
 class GatewayTask(Task):
     """Hands the header lines to the application, and writes a response's headers as the application gave them."""
 
-    def get_environment(self) -> dict:
+    def get_environment(self) -> dict[str, Any]:
         environ = super().get_environment()
         environ["jev.header_items"] = self.request.header_items
         return environ
@@ -92,7 +93,7 @@ class _Reply:
     own: bool = True
 
 
-def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, Callable], _Sent]:
+def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict[str, Any], Callable[..., Any]], _Sent]:
     """The gateway as a WSGI application. It needs `GatewayChannel` under it for headers as they were sent."""
     slots = threading.BoundedSemaphore(settings.queue)
     get_seconds = settings.health_timeout_ms / 1000
@@ -124,7 +125,8 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
         reply = refusal(head)
         if reply is None:
             return None
-        _finish(head.method, head.target, head.headers.get("X_REQUEST_ID", ""), head.content_length or 0, None, reply, started)()
+        request_id = head.headers.get("X_REQUEST_ID", "")
+        _finish(head.method, head.target, request_id, head.content_length or 0, None, reply, started)()
         return Refusal(reply.status, [item for item in reply.headers if item[0] != "Content-Length"], reply.body)
 
     def answer(request: Request) -> _Reply:
@@ -139,7 +141,7 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
         finally:
             slots.release()
 
-    def app(environ: dict, start_response: Callable) -> _Sent:
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> _Sent:
         started = time.perf_counter()
         request = None
         reply = None if environ.get(HEAD_ACCEPTED) else refusal(RequestHead.of(environ))
@@ -155,7 +157,7 @@ def create_app(settings: GatewaySettings, workers: Workers) -> Callable[[dict, C
         start_response(f"{reply.status} {reply.reason}", reply.headers)
         return _Sent(() if environ["REQUEST_METHOD"] == "HEAD" else (reply.body,), line)
 
-    app.refuse_head, app.max_body_bytes = refuse_head, MAX_BODY_BYTES
+    app.refuse_head, app.max_body_bytes = refuse_head, MAX_BODY_BYTES       # type: ignore[attr-defined]
     return app
 
 
@@ -166,7 +168,7 @@ def target_path(target: str) -> str:
     return target.partition("?")[0]
 
 
-def _request(environ: dict) -> Request:
+def _request(environ: dict[str, Any]) -> Request:
     path = target = target_path(environ["REQUEST_URI"])
     if environ["QUERY_STRING"]:
         # Bytes that no URL may hold are percent-encoded; any other query passes untouched.
@@ -204,7 +206,7 @@ def _too_large() -> _Reply:
     return _error(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES} bytes")
 
 
-def _json(status: int, content: dict, *headers: tuple[str, str]) -> _Reply:
+def _json(status: int, content: dict[str, Any], *headers: tuple[str, str]) -> _Reply:
     body = json.dumps(content).encode()
     reason = "Client Closed Request" if status == CLIENT_CLOSED_REQUEST else HTTPStatus(status).phrase
     fixed = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]

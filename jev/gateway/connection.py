@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jev.threads import starting
 
@@ -30,15 +31,25 @@ HEAD_START_SECONDS = 0.25
 OUT_OF_SOCKETS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 Gone = Callable[[], bool]
+Address = tuple[Any, ...]         # an item of socket.getaddrinfo
+Lookup = Future["list[Address]"]
 
 
-class _Timed:
+if TYPE_CHECKING:
+    _Base = socket.socket
+else:
+    _Base = object              # a mixin in front of two kinds of sockets
+
+T = TypeVar("T")
+
+
+class _Timed(_Base):
     """A socket whose reads and writes share one deadline, and which stops waiting once `gone()` is true."""
 
     deadline: float = 0.0       # time.monotonic()
     gone: Gone
 
-    def _wait(self, call: Callable, argument, in_vain: Callable[[], bool] = lambda: False):
+    def _wait(self, call: Callable[[Any], T], argument: Any, in_vain: Callable[[], bool] = lambda: False) -> T:
         while True:
             seconds = _left(self.deadline, GLANCE_SECONDS)
             if self.gettimeout() != seconds:  # setting it costs a system call
@@ -50,10 +61,13 @@ class _Timed:
                 if in_vain():
                     raise BrokenPipeError(errno.EPIPE, "answered before all was sent") from None
 
-    def recv(self, size: int) -> bytes:
+    def answered(self) -> bool:
+        raise NotImplementedError
+
+    def recv(self, size: int) -> bytes:                                 # type: ignore[override]
         return self._wait(super().recv, size)
 
-    def sendall(self, data: bytes) -> None:
+    def sendall(self, data: bytes) -> None:                             # type: ignore[override]
         """Raises BrokenPipeError when the peer takes no more: it closed the connection, or has answered instead."""
         view = memoryview(data)
         while view:
@@ -82,7 +96,7 @@ class Socket(_Timed, socket.socket):
         return not start or len(start) == 10 and start[9:] != b"1"
 
 
-class TLSSocket(_Timed, ssl.SSLSocket):
+class TLSSocket(_Timed, ssl.SSLSocket):        # type: ignore[misc]
     def answered(self) -> bool:
         """Not to be known: what there is to read may be TLS's own."""
         return False
@@ -98,16 +112,16 @@ class Resolver:
     def __init__(self, host: str, port: int) -> None:
         self._name = (host, port)
         self._lock = threading.Lock()
-        self._lookup: Future | None = None                              # under way
-        self._lookups: queue.SimpleQueue[Future | None] = queue.SimpleQueue()
-        self._fixed: list[tuple] | None = None
+        self._lookup: Lookup | None = None                              # under way
+        self._lookups: queue.SimpleQueue[Lookup | None] = queue.SimpleQueue()
+        self._fixed: list[Address] | None = None
         try:
             self._fixed = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except socket.gaierror:
             with starting("the thread that looks up names"):
                 threading.Thread(target=self._work, name="jev-frontend-resolver", daemon=True).start()
 
-    def addresses(self, deadline: float, gone: Gone) -> list[tuple]:
+    def addresses(self, deadline: float, gone: Gone) -> list[Address]:
         """As socket.getaddrinfo has them. Raises OSError: socket.gaierror, or TimeoutError at the deadline."""
         if self._fixed is not None:
             return self._fixed
@@ -123,9 +137,10 @@ class Resolver:
     def _work(self) -> None:
         while (lookup := self._lookups.get()) is not None:
             try:
-                found, error = socket.getaddrinfo(*self._name, type=socket.SOCK_STREAM), None
+                found: list[Address] = socket.getaddrinfo(*self._name, type=socket.SOCK_STREAM)
+                error = None
             except Exception as raised:
-                found, error = None, raised
+                error = raised
             with self._lock:
                 self._lookup = None
             if error is None:
@@ -138,7 +153,7 @@ class Resolver:
         self._lookups.put(None)
 
 
-def connect(addresses: Iterable[tuple], deadline: float, gone: Gone) -> Socket:
+def connect(addresses: Iterable[Address], deadline: float, gone: Gone) -> Socket:
     """A socket connected to that of `addresses` (as of socket.getaddrinfo) which is there first.
 
     They are tried in order, the next as soon as one failed or its head start is over, so that a dead address costs a
@@ -178,7 +193,7 @@ def connect(addresses: Iterable[tuple], deadline: float, gone: Gone) -> Socket:
     raise next((error for error in reversed(errors) if error.errno not in OUT_OF_SOCKETS), errors[-1])
 
 
-def _begin(found: tuple) -> Socket:
+def _begin(found: Address) -> Socket:
     family, kind, protocol, _, address = found
     sock = Socket(family, kind, protocol)
     try:
@@ -206,7 +221,7 @@ def secure(sock: Socket, context: ssl.SSLContext, host: str, deadline: float) ->
     try:
         sock.settimeout(_left(deadline))
         # An end without TLS's own goodbye is an error: it may cut off an answer that ends with its connection.
-        return context.wrap_socket(sock, server_hostname=host, suppress_ragged_eofs=False)
+        return cast(TLSSocket, context.wrap_socket(sock, server_hostname=host, suppress_ragged_eofs=False))
     finally:
         sock.close()            # nothing is left in it when it was wrapped
 

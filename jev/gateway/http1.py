@@ -184,7 +184,8 @@ class _Source:
 
     def chunks(self, limit: int) -> bytes:
         """The body of a chunked message; its trailer is dropped."""
-        blocks, size = [], 0
+        blocks: list[bytes] = []
+        size = 0
         while True:
             line = CHUNK_LINE.fullmatch(self.line(MAX_CHUNK_LINE_BYTES))
             if line is None:

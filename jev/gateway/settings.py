@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
@@ -81,7 +81,7 @@ def _checked(parse: Callable[[str], Any]) -> Callable[[str], str]:
     return check
 
 
-def _setting(default: str | int, parse: Callable[[str], Any], help: str):
+def _setting(default: str | int, parse: Callable[[str], Any], help: str) -> Any:
     return field(default=default, metadata={"parse": parse, "help": help})
 
 
@@ -112,8 +112,8 @@ class GatewaySettings:
         values, wrong = {}, []
         for f in fields(cls):
             name, text = "OMNI_JEV_" + f.name.upper(), environ.get("OMNI_JEV_" + f.name.upper(), "").strip()
-            if flags.get(f.name) is not None:
-                name, text = "--" + f.name.replace("_", "-"), flags[f.name].strip()
+            if (flag := flags.get(f.name)) is not None:
+                name, text = "--" + f.name.replace("_", "-"), flag.strip()
             elif not text:
                 continue
             try:
@@ -139,6 +139,6 @@ class GatewaySettings:
         """The worker URLs of `backend_url`, without a trailing slash."""
         return parse_backends(self.backend_url)
 
-    def hosts(self) -> frozenset[str] | None:
+    def hosts(self) -> Collection[str] | None:
         """The hosts that requests may be for besides the loopback's, or None for any."""
         return checked_hosts(self.address()[0], None, _hosts(self.allowed_hosts))

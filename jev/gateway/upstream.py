@@ -7,6 +7,7 @@ because the worker may have run it.
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from dataclasses import dataclass
@@ -130,13 +131,13 @@ class Worker:
         if request.length or request.method == "POST":
             lines.append(f"Content-Length: {request.length}")
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
-        left = request.length
+        left, body = request.length, request.body or io.BytesIO()
         try:
             # The head and what there is of the body leave together, and the worker wakes up once.
-            block = request.body.read(BLOCK_BYTES) if left else b""
+            block = body.read(BLOCK_BYTES) if left else b""
             sock.sendall(head + block)
             while left := left - len(block):
-                block = request.body.read(BLOCK_BYTES)
+                block = body.read(BLOCK_BYTES)
                 if sock.answered():
                     return False
                 sock.sendall(block)

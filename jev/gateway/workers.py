@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jev.gateway.http1 import Answer
 from jev.gateway.upstream import ClientGone, ExchangeFailed, Failure, OutOfSockets, Request, Unreachable, Worker
@@ -32,6 +32,8 @@ class Workers:
 
     Every thread that it will ever need is started with it; RuntimeError when the system has none left.
     """
+
+    on_lost: Callable[[], None]         # never called: workers come back
 
     def __init__(self, urls: Sequence[str], health_seconds: float, limit: int) -> None:
         """urls: see `jev.gateway.settings.parse_backends`. health_seconds: what a probe may take. limit: bytes of an
@@ -115,6 +117,7 @@ class Workers:
             if answer.status == 200:
                 return answer
         if answer is None:
+            assert failure is not None          # there is a worker, and it gave one or the other
             raise failure
         return answer
 

@@ -30,11 +30,13 @@ LINGER_BLOCK = 65536
 HALF_CLOSED_PROBE_SECONDS = 0.5
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-logger = logging.getLogger("jev.http")
+logger = logging.getLogger("jev.http.channel")
 
 
 class Task(WSGITask):
     """One answer, of the application or a refusal."""
+
+    wrote_header: bool
 
     def execute(self) -> None:
         refusal = self.request.refusal
@@ -47,14 +49,15 @@ class Task(WSGITask):
         self.write(b"" if self.request.command == "HEAD" else refusal.body)
 
     def get_environment(self) -> dict[str, Any]:
-        environ = super().get_environment()
+        environ: dict[str, Any] = super().get_environment()
         environ[HEAD_ACCEPTED] = self.channel.adj.refuse_head is not None
         return environ
 
     def build_response_header(self) -> bytes:
         if self.channel.server.draining:
             self.set_close_on_finish()
-        return super().build_response_header()
+        header: bytes = super().build_response_header()
+        return header
 
     def write(self, data: bytes) -> None:
         if self.wrote_header or not self.complete or not self.has_body or self.content_length != len(data):
@@ -74,6 +77,14 @@ class Channel(HTTPChannel):
 
     parser_class = Parser
     task_class = Task
+    request: Parser | None
+    requests: list[Parser]
+    sent_continue: bool
+    will_close: bool
+    close_when_flushed: bool
+    connected: bool
+    total_outbufs_len: int
+    last_activity: float                # time.time()
 
     def __init__(self, server: Any, sock: socket.socket, addr: Any, adj: Any, map: Any = None) -> None:
         self.owing_since: float | None = None
@@ -91,7 +102,7 @@ class Channel(HTTPChannel):
     def readable(self) -> bool:
         if self.lingering_since is not None:
             return True
-        return self.half_closed_since is None and super().readable()
+        return self.half_closed_since is None and bool(super().readable())
 
     def handle_read(self) -> None:
         lingering = self.lingering_since is not None
@@ -189,18 +200,19 @@ class Channel(HTTPChannel):
 
     def write_soon(self, data: bytes) -> int:
         self.answering = True
-        return super().write_soon(data)
+        sent: int = super().write_soon(data)
+        return sent
 
     def writable(self) -> bool:
         """Not while a thread of ours is sending: it sees to what is left itself. The loop could only spin meanwhile, and
         keep that thread from the interpreter lock, milliseconds long."""
         if not self.outbuf_lock.acquire(False):
             # With so much left the sender waits for the loop, which it wakes while it still holds the lock.
-            return self.total_outbufs_len > self.adj.outbuf_high_watermark
+            return bool(self.total_outbufs_len > self.adj.outbuf_high_watermark)
         self.outbuf_lock.release()
         if self.half_closed_since is not None and not self.requests:
             self.close_when_flushed = True
-        return super().writable()
+        return bool(super().writable())
 
     def handle_write(self) -> None:
         if self._unread and self.close_when_flushed and not self.will_close and self.lingering_since is None:
@@ -241,7 +253,7 @@ class Channel(HTTPChannel):
     def check(self, now: float) -> None:
         """End what lasts too long. Called by the event loop about once a second; ``now``: time.monotonic()."""
         if self.half_closed_since is not None:
-            self._check_half_closed(now)
+            self._check_half_closed(now, self.half_closed_since)
         if self.requests or self.will_close:
             return
         if self.lingering_since is not None:
@@ -250,15 +262,15 @@ class Channel(HTTPChannel):
         elif self.owing_since is None or self.total_outbufs_len:
             if time.time() - self.last_activity > IDLE_SECONDS:
                 self.will_close = True
-        elif now > self._deadline():
+        elif now > self._deadline(self.owing_since):
             self._overdue()
 
-    def _deadline(self) -> float:
+    def _deadline(self, since: float) -> float:
         request = self.request
         if request is None or not request.headers_finished:
             skipping = MAX_SKIPPED_BYTES / BODY_BYTES_PER_SECOND if self._to_skip else 0.0
-            return self.owing_since + HEAD_SECONDS + skipping
-        return self.owing_since + BODY_SECONDS + request.body_bytes_received / BODY_BYTES_PER_SECOND
+            return since + HEAD_SECONDS + skipping
+        return since + BODY_SECONDS + request.body_bytes_received / BODY_BYTES_PER_SECOND
 
     def _overdue(self) -> None:
         with self.requests_lock:
@@ -271,13 +283,13 @@ class Channel(HTTPChannel):
             self.request.fail(408, f"the {part} of the request came too slowly")
             self._completed(self.request)
 
-    def _check_half_closed(self, now: float) -> None:
+    def _check_half_closed(self, now: float, since: float) -> None:
         """Find out whether the client has gone altogether."""
         if self.probed:
             if self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self.handle_close()
             return
-        if now - self.half_closed_since < HALF_CLOSED_PROBE_SECONDS or not self.outbuf_lock.acquire(False):
+        if now - since < HALF_CLOSED_PROBE_SECONDS or not self.outbuf_lock.acquire(False):
             return
         try:
             if self.requests and not self.answering and not self.total_outbufs_len and self.requests[0].version == "1.1":
@@ -290,7 +302,6 @@ class Channel(HTTPChannel):
 
     def handle_error(self) -> None:
         """After an error in the event loop: as waitress, but without the client's address and what it sent."""
-        error = sys.exc_info()[1]
-        logger.error("a connection failed: %s at\n%s", type(error).__name__,
-                     "".join(traceback.format_tb(error.__traceback__)))
+        kind, _, place = sys.exc_info()
+        logger.error("a connection failed: %s at\n%s", getattr(kind, "__name__", kind), "".join(traceback.format_tb(place)))
         self.handle_close()

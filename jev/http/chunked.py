@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import BinaryIO
 
 from waitress.buffers import OverflowableBuffer
 from waitress.rfc7230 import CHUNK_EXT_RE
@@ -35,8 +36,9 @@ class ChunkedReceiver:
     def __len__(self) -> int:
         return len(self.buf)
 
-    def getfile(self):
-        return self.buf.getfile()
+    def getfile(self) -> BinaryIO:
+        file: BinaryIO = self.buf.getfile()
+        return file
 
     def getbuf(self) -> OverflowableBuffer:
         return self.buf

@@ -38,7 +38,7 @@ def checked_hosts(bound: str, key: str | None, allowed: Collection[str]) -> Coll
         address = socket.getaddrinfo(bound, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0]
     except OSError:                     # nothing can be bound to it either
         return None
-    return frozenset(allowed) if is_loopback(address) else None
+    return frozenset(allowed) if is_loopback(str(address)) else None
 
 
 def host_refused(host: str | None, target: str, allowed: Collection[str]) -> bool:

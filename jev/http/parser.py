@@ -30,7 +30,7 @@ REQUEST_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Z-]+) ([^ \r\n]+) HTTP/([0-9]\
 # A field with the lines that it is folded to.
 FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*(?:\r\n[ \t][\t\x20-\x7e\x80-\xff]*)*)\r\n")
 
-logger = logging.getLogger("jev.http")
+logger = logging.getLogger("jev.http.parser")
 
 
 class RequestHead(NamedTuple):
@@ -105,6 +105,12 @@ class Parser(HTTPRequestParser):
     ``adj.max_body_bytes`` what goes with it.
     """
 
+    headers: dict[str, str]
+    content_length: int
+    expect_continue: bool
+    completed: bool
+    body_bytes_received: int
+    body_rcv: ChunkedReceiver | FixedStreamReceiver | None
     command = path = query = request_uri = ""
     url_scheme = "http"
     refusal: Refusal | None = None
@@ -195,8 +201,8 @@ class Parser(HTTPRequestParser):
         return refusal is not None
 
     def _receive_body(self, data: bytes) -> int:
-        body = self.body_rcv
-        consumed = body.received(data)
+        body: Any = self.body_rcv
+        consumed: int = body.received(data)
         self.body_bytes_received += consumed
         if body.error:
             self.fail(body.error.code, body.error.body)

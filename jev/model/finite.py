@@ -58,7 +58,8 @@ def weight_keys(model: Model) -> dict[int, str]:
     """Name of each weight, as in ``jev.model.weights``, by the ``id`` of the object that holds it."""
     keys = {id(model.embed): "embed", id(model.norm): "norm"}
     for i, layer in enumerate(model.layers):
-        keys |= {id(x): f"layers.{i}.{name}" for name, x in vars(layer).items() if name not in ("kind", "number") and x is not None}
+        keys |= {id(x): f"layers.{i}.{name}" for name, x in vars(layer).items()
+                 if name not in ("kind", "number") and x is not None}
     return keys
 
 

@@ -182,8 +182,8 @@ def _computed(sequences: Sequences, plan: Plan) -> tuple[np.ndarray, np.ndarray,
 
 
 def _trie(sequences: Sequences, plan: Plan = _NOTHING) -> RowPool:
-    """Rows are the sequences' own tokens, in the order of ``_computed``: all that depends on a branch's length alone is made for
-    all branches at once, paths and what is read from them branch by branch."""
+    """Rows are the sequences' own tokens, in the order of ``_computed``: all that depends on a branch's length alone is made
+    for all branches at once, paths and what is read from them branch by branch."""
     tokens, row_starts, shared, ranks = _computed(sequences, plan)
     n_rows = len(tokens)
     own = np.diff(row_starts)

@@ -124,7 +124,8 @@ def specs(config: ModelConfig) -> list[Spec]:
         mixer = _attention_specs if kind == "full_attention" else _gdn_specs
         layer = [_vector("input_norm", at + "input_layernorm.weight", h), *mixer(config, at),
                  _vector("post_norm", at + "post_attention_layernorm.weight", h),
-                 _stack("gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter), interleave=INTERLEAVE),
+                 _stack("gate_up", h, (at + "mlp.gate_proj.weight", inter), (at + "mlp.up_proj.weight", inter),
+                        interleave=INTERLEAVE),
                  _stack("down_proj", inter, (at + "mlp.down_proj.weight", h))]
         out += [spec._replace(layer=i, kind=kind) for spec in layer]
     return [*out, _vector("norm", "norm.weight", h)]

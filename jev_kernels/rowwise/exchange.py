@@ -231,6 +231,9 @@ class Raised(NamedTuple):
     value: int = 0
 
 
+NONE_RAISED = Raised()
+
+
 def exchange_keys(stream, kv, counts, restored_pages, kept_pages, chunk_rows, first: int, pages: Entries,
                   pdl: bool = False) -> None:
     """Keys and values of one attention layer, to history rows and from rows that are to be kept.
@@ -256,7 +259,7 @@ def exchange_keys(stream, kv, counts, restored_pages, kept_pages, chunk_rows, fi
 
 
 def exchange_inputs(stream, qkv, states, counts, restored_states, kept_states, chunk_rows, chunk_slots, inputs: Entries,
-                    snapshots: Entries, before: Entries | None = None, raised: Raised = Raised(), pdl: bool = False) -> None:
+                    snapshots: Entries, before: Entries | None = None, raised: Raised = NONE_RAISED, pdl: bool = False) -> None:
     """Inputs of one layer's convolution, states of its delta rule that are resumed, and those of the layer before it that
     are to be kept.
 
@@ -270,7 +273,8 @@ def exchange_inputs(stream, qkv, states, counts, restored_states, kept_states, c
 
     Raises ValueError naming the argument that does not fit.
     """
-    rows, slots, state_bytes, pieces = _rows("qkv", qkv), *_states(states)
+    rows = _rows("qkv", qkv)
+    slots, state_bytes, pieces = _states(states)
     number, restored = view("counts", counts, np.int32, COUNTS), view("restored_states", restored_states, np.int32, None, 4)
     kept = view("kept_states", kept_states, np.int32, None, 2)
     chunks = view("chunk_rows", chunk_rows, np.int32, None, CHUNK)

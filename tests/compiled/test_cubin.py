@@ -184,7 +184,8 @@ def test_sources_are_found_across_folders():
         read, made = kernel.origin
         names = {name for name, _ in read}
         assert {"jev_kernels", "jev_kernels.runtime.launch", "jev_kernels.ptx", "jev_kernels.ptx.device"} <= names, made
-    assert {"jev_kernels.gdn", "jev_kernels.gdn.flags", "jev_kernels.gdn.prepare"} <= dict(cubin.sources("jev_kernels.gdn.scan")).keys()
+    scan = dict(cubin.sources("jev_kernels.gdn.scan"))
+    assert {"jev_kernels.gdn", "jev_kernels.gdn.flags", "jev_kernels.gdn.prepare"} <= scan.keys()
 
 
 @pytest.mark.parametrize("edited", ["kernels_of_a_test/__init__.py", "kernels_of_a_test/rooms/__init__.py",

@@ -96,7 +96,8 @@ def reset(sock, request):
         "half the lines",
         "no colon", "space before the colon", "return in the status", "other protocol", "short body", "two lengths",
         "negative length", "hexadecimal length", "unknown coding", "two codings", "half a chunk", "no last chunk",
-        "negative chunk", "bad chunk", "0x chunk", "text after a chunk", "no last line", "chunked with a length", "500 headers", "long header", "too large", "huge length", "one large chunk",
+        "negative chunk", "bad chunk", "0x chunk", "text after a chunk", "no last line", "chunked with a length",
+        "500 headers", "long header", "too large", "huge length", "one large chunk",
         "many chunks", "too large until the end"])
 def test_no_usable_answer(worker, gate, script):
     worker.script = script

@@ -20,8 +20,10 @@ def state_dict(config: ModelConfig, held: dict) -> dict[str, torch.Tensor]:
     for i, kind in enumerate(config.layer_types):
         at = f"layers.{i}."
         gate, up = gate_and_up(w[at + "gate_up"], 0)
-        out |= {at + "input_layernorm.weight": w[at + "input_norm"], at + "post_attention_layernorm.weight": w[at + "post_norm"],
-                at + "mlp.gate_proj.weight": gate, at + "mlp.up_proj.weight": up, at + "mlp.down_proj.weight": w[at + "down_proj"]}
+        out |= {at + "input_layernorm.weight": w[at + "input_norm"],
+                at + "post_attention_layernorm.weight": w[at + "post_norm"],
+                at + "mlp.gate_proj.weight": gate, at + "mlp.up_proj.weight": up,
+                at + "mlp.down_proj.weight": w[at + "down_proj"]}
         p = w[at + "in_proj"]
         if kind == "full_attention":
             c, a = attention_columns(config), at + "self_attn."

@@ -6,10 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jev_kernels.gdn import (
-    conv as gdn_conv,  # noqa: E402
-    portable as gdn,  # noqa: E402
-)
+from jev_kernels.gdn import conv as gdn_conv, portable as gdn  # noqa: E402
 from jev_kernels.rowwise import rms_norm  # noqa: E402
 from jev_kernels.runtime import device  # noqa: E402
 from tests.gpu import sanitizer  # noqa: E402
@@ -127,8 +124,9 @@ def same_bits(out, expected, what):
     if len(different):
         positions, heads, columns = (sorted(set(x.tolist())) for x in different.T)
         most = (out.float() - expected.float()).abs().max().item()
-        pytest.fail(f"{what}: {len(different)} elements differ by up to {most:.3g} (the largest is {expected.abs().max().item():.3g}), "
-                    f"at {len(positions)} of {len(out)} positions from {positions[:6]}, heads {heads}, columns {columns[:6]} ...")
+        pytest.fail(f"{what}: {len(different)} elements differ by up to {most:.3g} "
+                    f"(the largest is {expected.abs().max().item():.3g}), at {len(positions)} of {len(out)} positions "
+                    f"from {positions[:6]}, heads {heads}, columns {columns[:6]} ...")
 
 
 def test_bits_depend_on_the_prefix_alone(hopper):

@@ -8,10 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jev_kernels.gemm import (
-    narrow,  # noqa: E402
-    trials as gemm_trials,  # noqa: E402
-)
+from jev_kernels.gemm import narrow, trials as gemm_trials  # noqa: E402
 from jev_kernels.gemm.problem import Key  # noqa: E402
 from jev_kernels.gemm.selection import OWN, WIDE, Gemm, NoAlgorithm  # noqa: E402
 from jev_kernels.rowwise import silu  # noqa: E402
@@ -236,8 +233,9 @@ class Gated:
 
 GATED = [(OWN, m, n, k) for m, n, k in ((1, 34816, 5120), (107, 34816, 5120), (128, 24576, 4096), (77, 264, 256), (5, 8, 128),
                                         (64, 2056, 384), (65, 40, 128), (33, 4360, 256))]
-GATED += [(WIDE, m, n, k) for m, n, k in ((129, 16, 64), (144, 34816, 5120), (250, 34816, 5120), (200, 1040, 320), (257, 400, 1024),
-                                          (311, 17008, 576), (790, 24576, 4096), (2334, 34816, 512), (520, 9008, 512))]
+GATED += [(WIDE, m, n, k) for m, n, k in ((129, 16, 64), (144, 34816, 5120), (250, 34816, 5120), (200, 1040, 320),
+                                          (257, 400, 1024), (311, 17008, 576), (790, 24576, 4096), (2334, 34816, 512),
+                                          (520, 9008, 512))]
 
 
 @pytest.mark.parametrize("algorithm,m,n,k", GATED)

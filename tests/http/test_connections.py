@@ -137,7 +137,8 @@ def test_what_follows_an_ambiguous_head_is_never_a_request(head, caplog):
 
     with application(app) as (server, _), raw(server, head + b"0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n") as sock:
         got = read_all(sock)
-        address = "%s:%d" % sock.getsockname()
+        host, port = sock.getsockname()
+        address = f"{host}:{port}"
     assert got.count(b"Content-Length: ") == 1 and b"Connection: close" in got and "/smuggled" not in targets
     status = got.split(b" ")[1]
     assert status in ((b"200",) if b"Content-Length: 3" in head else (b"505",) if b"/2.0" in head else (b"400",))

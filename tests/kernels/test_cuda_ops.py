@@ -209,7 +209,7 @@ def test_every_failure_is_a_backend_error(monkeypatch):
 
 
 def test_a_resumed_prefix_gives_the_same_bits(monkeypatch):
-    """With a prefix cache: what is new is computed, from rows, states and inputs that were garbage before they were restored."""
+    """With a prefix cache: what is new is computed, from rows, states and inputs that were garbage before."""
     monkeypatch.setattr("jev.prefix_cache.plan.LEAST_TOKENS", 64)
     monkeypatch.setattr("jev_kernels.rowwise.exchange.BLOCKS", 2)
     c = config(models.L, models.F, heads=1, value_heads=1)
@@ -243,5 +243,6 @@ def test_states_of_a_layer_are_kept_by_the_next_ones_exchange(monkeypatch):
         ops.exchange_inputs(projected, layer, ops.pool)
         ops.keep_states(layer, ops.pool)
     inputs, states = made.cache.inputs, made.cache.states
-    assert launched == [("exchange_inputs", [inputs(0), states(0), None]), ("exchange_inputs", [inputs(1), states(1), states(0)]),
+    assert launched == [("exchange_inputs", [inputs(0), states(0), None]),
+                        ("exchange_inputs", [inputs(1), states(1), states(0)]),
                         ("exchange_inputs", [inputs(2), states(2), states(1)]), ("keep_states", [states(2)])]

@@ -45,7 +45,7 @@ def activate_kernel(sums, out, distance):
 
 @pytest.mark.parametrize("distance", [2, 16])
 def test_activation_of_sums_in_a_warp(distance):
-    """What our GEMMs do with their sums has the bits of silu_mul: the first tile's where gates lie, the second's where ups do."""
+    """What our GEMMs do with their sums has the bits of silu_mul: the first tile holds gates, the second ups."""
     sums = (3 * np.random.default_rng(3).standard_normal((32, 4))).astype(np.float32)
     out = cuda.to_device(np.zeros((32, 1), np.uint32))
     kernel = Kernel(activate_kernel, types.void(types.float32[:, ::1], types.uint32[:, ::1], types.int32), 32)

@@ -51,7 +51,8 @@ def core_matrices(rows):
 
 
 def run(body, *memory):
-    """The tile [64, N] that a warpgroup holds after body(addresses of the pieces of memory, thread); it returns the registers."""
+    """The tile [64, N] that a warpgroup holds after body(addresses of the pieces of memory, thread), which returns the
+    registers."""
     starts = np.cumsum([0] + [-(-len(m) // 1024) * 1024 for m in memory])
     source = np.zeros(starts[-1], np.uint8)
     for start, m in zip(starts, memory):
@@ -69,7 +70,8 @@ def run(body, *memory):
         tile = body([at + int(start) for start in starts], tid)
         for i in range(N // 2):
             ptx.stg(out + (tid * (N // 2) + i) * 4, tile[i])
-    Kernel(kernel, types.void(types.uint64, types.uint64), 128, smem=int(starts[-1]) + 1024)(0, 1, address(source), address(out))
+    launch = Kernel(kernel, types.void(types.uint64, types.uint64), 128, smem=int(starts[-1]) + 1024)
+    launch(0, 1, address(source), address(out))
     return simulated.tile(out, N)
 
 
@@ -108,7 +110,8 @@ def test_first_operand_in_registers(layout):
     overwrite = wgmma("overwrite", "bf16", N // 2, 16, matrix, steps, accumulate=False, in_place=True)
     add, wait = (wgmma("add", "bf16", N // 2, 16, matrix, steps, in_place=True),
                  wgmma_wait("wait", 0, (N // 2,), (16,), in_place=True))
-    registers = a.reshape(4, 16, 4, 16)[:, fragments.a_pairs()[0], :, fragments.a_pairs()[1]]       # lane, register, half | warp, k
+    rows, columns = fragments.a_pairs()
+    registers = a.reshape(4, 16, 4, 16)[:, rows, :, columns]        # lane, register, half | warp, k
     registers = bf16.pack_pairs(np.ascontiguousarray(registers.transpose(3, 0, 4, 1, 2))).reshape(128, 16)
 
     def body(at, tid):

@@ -53,4 +53,4 @@ def test_nan_is_not_lost():
 
 def test_unknown_operations_are_refused():
     with pytest.raises(AttributeError):
-        AuditOps(NumpyOps(C), NumpyOps(C)).dropout
+        _ = AuditOps(NumpyOps(C), NumpyOps(C)).dropout

@@ -52,7 +52,7 @@ def make_base(folder: Path, text: dict, seed: int, shard: str = "1MB", exact: st
     torch.manual_seed(seed)
     config = Qwen3_5Config(text_config=text, vision_config=VISION | {"out_hidden_size": text["hidden_size"]})
     model = Qwen3_5ForConditionalGeneration(config)
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         if p.dim() == 1:
             p.data += 0.1 * torch.randn_like(p)
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=shard)

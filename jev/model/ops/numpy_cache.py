@@ -31,8 +31,8 @@ class NumpyCache:
         snapshots = int(0.4 * nbytes // snapshot)
         pages = int((nbytes - snapshots * snapshot) // page)
         if not (pages and snapshots):
-            raise ValueError(f"a prefix cache of {nbytes / 1e9:.3f} GB holds nothing: a snapshot takes {snapshot / 1e6:.1f} MB and "
-                             f"64 tokens {page / 1e6:.1f} MB")
+            raise ValueError(f"a prefix cache of {nbytes / 1e9:.3f} GB holds nothing: a snapshot takes {snapshot / 1e6:.1f} MB "
+                             f"and 64 tokens {page / 1e6:.1f} MB")
         return cls(config, pages, snapshots)
 
     def __str__(self) -> str:
