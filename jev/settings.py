@@ -105,8 +105,8 @@ class Settings:
         "is too large alone", "--queue-mb")
     cache_gb: float | None = _setting(
         None, "OPEN_JEV_CACHE_GB", _gigabytes,
-        "GB of GPU memory (with numpy: of memory) for prefixes of earlier requests, 0: none; default: what is free, with "
-        "numpy 0.25", "--cache-gb")
+        "GB of GPU memory (with numpy: of memory) for prefixes of earlier requests, 0: none; default: 0, with numpy "
+        "0.25", "--cache-gb")
     batch_rows: int | None = _setting(
         None, "OPEN_JEV_BATCH_ROWS", _integer(1, 1 << 24),
         "token rows of one forward pass, at most; default: as many as the backend takes", "--batch-rows")

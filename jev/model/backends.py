@@ -13,7 +13,7 @@ def open_backbone(export: Export, backend: str = "auto", max_length: int | None 
                   cache_gb: float | None = None, log=print) -> Backbone:
     """Load ``export`` on the backend asked for. "auto": CUDA where there is a usable GPU, else NumPy; ``log`` says which.
 
-    cache_gb: memory of the prefix cache; 0: none; None: what is free on the GPU, and NUMPY_CACHE_GB for NumPy. Raises
+    cache_gb: memory of the prefix cache; 0: none; None: none on a GPU, NUMPY_CACHE_GB for NumPy. Raises
     BackendError if the backend cannot be used here.
     """
     if backend not in ("auto", "cuda", "numpy"):
@@ -31,7 +31,7 @@ def open_backbone(export: Export, backend: str = "auto", max_length: int | None 
         return _numpy(export, max_length, cache_gb, log)
     log(f"backend: cuda on {found}")
     from jev.model.cuda_backbone import CudaBackbone
-    return CudaBackbone(export, found, max_length=max_length, graph=graph, cache_gb=cache_gb, log=log)
+    return CudaBackbone(export, found, max_length=max_length, graph=graph, cache_gb=cache_gb or 0.0, log=log)
 
 
 def _numpy(export: Export, max_length: int | None, cache_gb: float | None, log) -> NumpyBackbone:

@@ -157,6 +157,16 @@ def row_counts(max_rows: int) -> Iterator[int]:
         yield rows
 
 
+def all_buckets(max_rows: int, history: bool) -> list[Bucket]:
+    """Narrow buckets, then wide ones, ascending, up to the first row count that holds ``max_rows``.
+
+    history: with room behind their rows for resumed prefixes: what they leave of the largest one's rows, and at least 64.
+    """
+    counts = list(row_counts(max_rows))
+    return [Bucket(rows, wide, max(CHUNK, (counts[-1] - rows) // CHUNK * CHUNK) if history else 0)
+            for wide in (False, True) for rows in counts]
+
+
 def choose(pool: RowPool, buckets: list[Bucket]) -> Bucket | None:
     """The first of ``buckets`` (narrow before wide, ascending) that holds the pool, or None."""
     return next((b for b in buckets if b.rows >= pool.n_rows and b.holds(pool)), None)

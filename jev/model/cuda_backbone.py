@@ -19,7 +19,7 @@ from jev.checkpoint.config import ModelConfig
 from jev.checkpoint.opening import Export
 from jev.model import row_pool, weights
 from jev.model.backbone import BackendError, BackendLost, Bound, Computed
-from jev.model.buckets import Bucket, choose, row_counts
+from jev.model.buckets import Bucket, all_buckets, choose
 from jev.model.forward import forward
 from jev.model.ops.cuda import CudaOps
 from jev.model.ops.cuda_buffers import Activation, Buffers, CudaWeights
@@ -29,15 +29,12 @@ from jev.model.sequences import Sequences
 from jev.model.weights import Model, Spec
 from jev.prefix_cache.passes import forward_pass
 from jev_kernels.gemm.selection import Gemm
-from jev_kernels.pool import CHUNK
 from jev_kernels.runtime import device, disk, graph as graphs
 from jev_kernels.runtime.device import Device
 from jev_kernels.runtime.errors import DeviceLost
 from jev_kernels.runtime.launch import address
 
 MAX_ROWS = 10240            # rows of a forward, unless one prompt may be longer: a state of 4,096 tokens and 255 options
-CACHE_RESERVE = 6 * 10**9   # bytes that the prefix cache leaves for graphs, and for others on the GPU
-LEAST_CACHE = 10**9         # ... and with less than this there is none
 READY_ROWS = MAX_ROWS       # narrow buckets up to here are captured at start-up, the others when first needed
 
 
@@ -121,7 +118,7 @@ class CudaBackbone:
     name = "cuda"
 
     def __init__(self, export: Export, gpu: Device, max_length: int | None = None, graph: bool = True,
-                 cache_gb: float | None = None, log=print):
+                 cache_gb: float = 0.0, log=print):
         length = max_length or export.manifest.max_length
 
         def load(specs: Sequence[Spec]) -> CudaWeights:
@@ -132,7 +129,7 @@ class CudaBackbone:
 
     @classmethod
     def with_weights(cls, config: ModelConfig, gpu: Device, load, max_length: int = 4096, graph: bool = True,
-                     cache_gb: float | None = 0.0, log=print, ready_rows: int = READY_ROWS, tune: bool = True) -> CudaBackbone:
+                     cache_gb: float = 0.0, log=print, ready_rows: int = READY_ROWS, tune: bool = True) -> CudaBackbone:
         """A backbone whose weights ``load(specs)`` provides: synthetic ones, for benchmarks and tests.
 
         ready_rows: capture narrow buckets up to so many rows now. tune: time GEMM algorithms; otherwise the first that
@@ -145,11 +142,8 @@ class CudaBackbone:
     def _open(self, config, gpu, load, max_length, graph, cache_gb, log, ready_rows=READY_ROWS, tune=True):
         self.config, self.device, self.log, self.max_length, self.use_graphs = config, gpu, log, max_length, graph
         started = time.perf_counter()
-        counts = list(row_counts(max(MAX_ROWS, max_length)))
-        self.max_rows = counts[-1]
-        # What a bucket leaves of the largest one's rows is there for keys and values of resumed prefixes.
-        self.buckets = [Bucket(rows, wide, 0 if cache_gb == 0 else (self.max_rows - rows) // CHUNK * CHUNK)
-                        for wide in (False, True) for rows in counts]
+        self.buckets = all_buckets(max(MAX_ROWS, max_length), history=cache_gb > 0)
+        self.max_rows = self.buckets[-1].rows
         self._runners: dict[Bucket, BucketRunner] = {}
         ready = [b for b in self.buckets if not b.wide and b.rows <= ready_rows]
         with reported("the model cannot be opened on the GPU"):
@@ -168,17 +162,14 @@ class CudaBackbone:
         log(f"ready in {time.perf_counter() - started:.1f} s, {captured} graphs, "
             f"{device.peak_memory() / 1e9:.1f} GB of GPU memory")
 
-    def _open_cache(self, gb: float | None) -> CudaCache | None:
-        """The prefix cache of so many GB; None: what is free but for CACHE_RESERVE, if that is anything."""
-        if gb is None:
-            left = device.memory()[0] - CACHE_RESERVE
-            if left < LEAST_CACHE:
-                self.log(f"prefix cache: none, {max(left, 0) / 1e9:.1f} GB are left for it")
-                return None
-            gb = left / 1e9
+    def _open_cache(self, gb: float) -> CudaCache | None:
+        """The prefix cache of so many GB."""
         if not gb:
             return None
-        cache = CudaCache(self.config, int(gb * 1e9))
+        try:
+            cache = CudaCache(self.config, int(gb * 1e9))
+        except ValueError as error:           # too little for anything
+            raise BackendError(str(error)) from None
         self.log(f"prefix cache: {cache}")
         return cache
 

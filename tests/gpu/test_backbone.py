@@ -188,7 +188,7 @@ def test_the_demo_checkpoint_decides_as_on_a_cpu(tmp_path):
     """
     export = fakes.demo_export(tmp_path)
     exact = NumpyBackbone(export, precision="float64")
-    numpy, cuda = (Engine(export, open_backbone(export, name, log=lambda line: None), Settings())
+    numpy, cuda = (Engine(export, open_backbone(export, name, cache_gb=0.1, log=lambda line: None), Settings())
                    for name in ("numpy", "cuda"))
     rng = np.random.default_rng(9)
     words = "late broken early intact lost found paid owed red blue".split()

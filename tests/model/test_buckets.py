@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from jev.model import row_pool
-from jev.model.buckets import MAX_SLOTS, Bucket, choose, row_counts
+from jev.model.buckets import MAX_SLOTS, Bucket, all_buckets, choose, row_counts
 from jev.model.cuda_backbone import MAX_ROWS
-from jev_kernels.pool import CHUNKS, LASTS, ROWS, RUNS, TILES
+from jev_kernels.pool import CHUNK, CHUNKS, LASTS, ROWS, RUNS, TILES
 from tests.model.test_row_pool import trees
 
 BUCKETS = [Bucket(rows, wide) for wide in (False, True) for rows in row_counts(MAX_ROWS)]
@@ -79,3 +79,14 @@ def test_what_no_bucket_holds_is_none():
     assert choose(row_pool.build([np.arange(MAX_ROWS + 1)]), BUCKETS) is None
     branching = [np.concatenate([np.full(64, i), np.full(1 + j, 7 + j)]) for i in range(MAX_SLOTS + 1) for j in range(2)]
     assert choose(row_pool.build(branching), BUCKETS) is None
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_every_bucket_has_room_for_the_history_that_its_metadata_may_name(history):
+    """The largest one too, whose own rows take all: its kernels are launched with room for a page at least."""
+    buckets = all_buckets(MAX_ROWS, history)
+    assert [b.rows for b in buckets] == 2 * list(row_counts(MAX_ROWS))
+    assert [b.wide for b in buckets].index(True) * 2 == len(buckets)
+    for bucket in buckets:
+        pages, = bucket.sections["restored_pages"].shape
+        assert CHUNK * pages <= bucket.history if history else bucket.history == 0, bucket
