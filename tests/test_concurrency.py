@@ -19,8 +19,10 @@ CLIENTS, REQUESTS = 64, 50
 
 
 def content(answer: dict) -> str:
-    """All of a response but the time it took, as JSON: floats with every bit."""
-    return json.dumps({**answer, "metadata": {**answer["metadata"], "inference_seconds": 0}})
+    """All of a response but the time it took and what was known of its prompts, as JSON: floats with every bit."""
+    metadata = answer["metadata"]
+    return json.dumps({**answer, "metadata": {**metadata, "inference_seconds": 0,
+                                              "prefix_cache": {**metadata["prefix_cache"], "cached": 0}}})
 
 
 def ask_alone(server: Server, requests: list[bytes]) -> list[str]:

@@ -13,8 +13,8 @@ import pytest
 from tests.fakes import ROOT
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text("utf-8"))
-ON_A_GPU = {"bench_forward": [], "bench_gemm": [], "bench_kernels": [], "bench_serving": [], "bench_start": [],
-            "synthetic_worker": ["--tokenizer", "x"]}
+ON_A_GPU = {"bench_cache": [], "bench_forward": [], "bench_gemm": [], "bench_kernels": [], "bench_serving": [],
+            "bench_start": [], "synthetic_worker": ["--tokenizer", "x"]}
 WITH_TORCH = {"attention_waits": [], "bench_attention": [], "bench_export": [], "bench_gdn": [], "gpu_parity": [],
               "make_export_fixtures": [], "make_parity_fixtures": []}
 ON_ANYTHING = {"bench_choice", "bench_gateway", "bench_host", "golden_bits", "kernel_code", "oldest", "soak", "try_package"}

@@ -33,6 +33,7 @@ from jev.model.sequences import ID, Sequences  # noqa: E402
 from jev_kernels.runtime.device import find_device  # noqa: E402
 from tools import synthetic  # noqa: E402
 from tools.bench_forward import floors, synthetic_backbone  # noqa: E402
+from tools.tool import Needed  # noqa: E402
 
 LENGTHS = ROOT / "tests/data/h200_74_lengths.csv"
 QUESTION = 60                         # tokens behind the state
@@ -152,7 +153,7 @@ def main(argv=None) -> None:
     parser.add_argument("--only", help="traces, separated by commas")
     parser.add_argument("--json", help="write the results here")
     parser.add_argument("--plot", help="draw latency against step here (needs matplotlib)")
-    args = parser.parse_args(argv)
+    args = Needed(plot="matplotlib").parse(parser, argv, gpu=True)
     config = synthetic.config(args.model, args.layers)
     on = synthetic_backbone(config, ready_rows=0, cache_gb=args.cache_gb)
     off = CudaBackbone.with_weights(config, find_device(), lambda specs: on.weights, ready_rows=0)

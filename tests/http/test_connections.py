@@ -283,6 +283,7 @@ def test_at_the_limit_of_connections_those_who_owe_most_go_first(monkeypatch, ca
 
 
 def test_when_the_system_has_no_descriptor_left_room_is_made_too(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="jev.server")             # whatever ran in this process before
     accept = _Waitress.accept
 
     def limited(listener):
