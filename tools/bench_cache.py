@@ -32,7 +32,7 @@ from jev.model.cuda_backbone import CudaBackbone  # noqa: E402
 from jev.model.sequences import ID, Sequences  # noqa: E402
 from jev_kernels.runtime.device import find_device  # noqa: E402
 from tools import synthetic  # noqa: E402
-from tools.bench_forward import floors, synthetic_backbone  # noqa: E402
+from tools.bench_forward import floors, plot, synthetic_backbone  # noqa: E402
 from tools.tool import Needed  # noqa: E402
 
 LENGTHS = ROOT / "tests/data/h200_74_lengths.csv"
@@ -126,19 +126,12 @@ def line(name: str, r: dict) -> str:
             f"{off['p95']:>8.1f}{on['mean']:>9.1f}{on['p50']:>8.1f}{on['p95']:>8.1f}{r['floor_ms']:>8.1f}{r['ratio']:>8.3f}{goal:>6}")
 
 
-def plot(path: str, agent: list[tuple[int, Sequences]], r: dict) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    steps = np.array([step for step, _ in agent])
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for name, style in (("ms_off", "--"), ("ms_on", "-")):
-        ms = np.array(r[name])
-        label = "with the cache" if name == "ms_on" else "without"
-        axes.plot([ms[steps == s].mean() for s in range(STEPS)], style, label=label)
-    axes.set(xlabel="step of the transcript", ylabel="ms a request", ylim=(0, None))
-    axes.legend()
-    figure.savefig(path, dpi=120)
+def plot_steps(path: str, agent: list[tuple[int, Sequences]], r: dict) -> None:
+    """Draw the mean latency of each step of the transcripts, with the cache and without."""
+    steps, at = np.array([step for step, _ in agent]), list(range(STEPS))
+    lines = {label: (style, at, [np.array(r[name])[steps == s].mean() for s in at])
+             for name, label, style in (("ms_off", "without", "--"), ("ms_on", "with the cache", "-"))}
+    plot(path, "ms a request", lines, xlabel="step of the transcript", xscale="linear", yscale="linear", ylim=(0, None))
 
 
 def main(argv=None) -> None:
@@ -175,7 +168,7 @@ def main(argv=None) -> None:
         elif name == "agent":
             results[name] = compare(on, off, [request for _, request in agent])
             if args.plot:
-                plot(args.plot, agent, results[name])
+                plot_steps(args.plot, agent, results[name])
         elif name == "too much":
             texts = [traces.tokens(1000) for _ in range(2 * on.cache.tree.n_snapshots)]
             results[name] = compare(on, off, [traces.request(text) for _ in range(2) for text in texts])

@@ -146,15 +146,18 @@ def time_operations(backbone: CudaBackbone, bucket) -> dict[str, tuple[int, floa
     return out
 
 
-def plot(path: str, ylabel: str, lines: dict[str, tuple[str, list, list]]) -> None:
-    """Draw milliseconds against tokens, both logarithmic. lines: label -> (matplotlib's format, tokens, milliseconds)."""
+def plot(path: str, ylabel: str, lines: dict[str, tuple[str, list, list]], **axis) -> None:
+    """Draw milliseconds against tokens, both logarithmic unless ``axis`` (of matplotlib's ``Axes.set``) says otherwise.
+
+    lines: label -> (matplotlib's format, tokens, milliseconds).
+    """
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for label, (style, lengths, ms) in lines.items():
         axes.plot(lengths, ms, style, label=label)
-    axes.set(xlabel="tokens", ylabel=ylabel, xscale="log", yscale="log")
+    axes.set(**{"xlabel": "tokens", "ylabel": ylabel, "xscale": "log", "yscale": "log"} | axis)
     axes.legend()
     figure.savefig(path, dpi=120)
 

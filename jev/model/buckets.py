@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jev.model.row_pool import RowPool
+from jev.prefix_cache.passes import MOST_RESUMED
 from jev_kernels.pool import (
     CHUNK,
     CHUNKS,
@@ -27,14 +28,12 @@ from jev_kernels.pool import (
     RESTORED_STATES,
     ROWS,
     RUNS,
-    TAPS,
     TILE_ROWS,
     TILES,
 )
 
 MAX_BRANCHES = 1024          # of a wide bucket
 MAX_SLOTS = 64               # states kept for branching; one is 3 MB for the 27B
-MAX_RESUMED = PADDING // TAPS          # prefixes that a forward pass resumes
 MAX_PATHS = 4 << 20          # entries of ``paths``: 16 MB
 ALIGN = 64                   # int32 entries: sections start at multiples of 256 bytes
 
@@ -97,7 +96,7 @@ class Bucket:
                             ("parents", (self.rows + PADDING,)), ("last_rows", (self.lasts,)), ("tiles", (self.tiles, 4)),
                             ("runs", (self.branches, 4)), ("chunk_slots", (self.chunks,)),
                             ("chunk_rows", (self.chunks, CHUNK)), ("chunk_out_rows", (self.chunks, CHUNK)),
-                            ("restored_pages", (max(1, self.history // CHUNK),)), ("restored_states", (MAX_RESUMED, 4)),
+                            ("restored_pages", (max(1, self.history // CHUNK),)), ("restored_states", (MOST_RESUMED, 4)),
                             ("kept_pages", (self.chunks, 2)), ("kept_states", (MAX_SLOTS, 2)),
                             ("paths", (self.paths,))):
             out[name] = Section(at, shape)
@@ -114,7 +113,7 @@ class Bucket:
         """Whether the pool fits."""
         return (pool.n_rows <= self.rows and len(pool.branches) <= self.branches and len(pool.tiles) <= self.tiles
                 and len(pool.chunk_rows) <= self.chunks and len(pool.paths) <= self.paths and pool.n_slots <= MAX_SLOTS
-                and CHUNK * len(pool.restored_pages) <= self.history and len(pool.restored_states) <= MAX_RESUMED
+                and CHUNK * len(pool.restored_pages) <= self.history and len(pool.restored_states) <= MOST_RESUMED
                 and len(pool.kept_pages) <= self.chunks and len(pool.kept_states) <= MAX_SLOTS)
 
     def pack(self, pool: RowPool, last_rows: np.ndarray, out: np.ndarray) -> int:

@@ -10,8 +10,9 @@ import numpy as np
 from jev.model.sequences import Sequences
 from jev.prefix_cache.plan import Plan, plan
 from jev.prefix_cache.tree import PrefixTree
+from jev_kernels.pool import PADDING, TAPS
 
-MOST_RESUMED = 42            # prefixes of a forward pass: their tails have room for so many
+MOST_RESUMED = PADDING // TAPS       # prefixes of a forward pass: their tails have room for so many
 MOST_KEPT = 24               # snapshots of a forward pass: they take slots of the delta rule, which branches need too
 
 
